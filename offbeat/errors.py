@@ -149,7 +149,8 @@ class NotRestored(UserWarning):
 
 class ScheduleLength(UserWarning):
     """The length of a learning-rate scheduler is not the number of updates that were made, method "auto" begins with a
-    synchronous start of more than half of the updates, or a run ends before its staleness warm-up; names both numbers.
+    synchronous start of more than half of the updates, or a run ends before its staleness warm-up or its first
+    diagnosis; names both numbers.
 
     >>> import warnings, torch, offbeat
     >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))

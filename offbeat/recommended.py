@@ -114,7 +114,7 @@ def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that method auto does not have.
+    """Raise UserError for a setting that method auto does not have, and an M that no method has.
 
     >>> check_settings({"m": 4})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -126,6 +126,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{AUTO} takes no {name} (given: {value!r}): leave it out; its settings are {', '.join(takes)}"
             )
+    if "M" in settings:
+        with_settings("bp", {"M": settings["M"]})  # refuses numbers below 1
 
 
 def candidates(batch: int, lag: int, *, smallest: int = 1) -> list[int]:

@@ -29,11 +29,12 @@ def compare(
         int, typer.Option("-M", help="Gradients accumulated per update, for methods with stale gradients that take M.")
     ] = 4,
     match: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="What all methods have in common: batch (samples per batch) or effective (samples per update)."
+            help="What all methods have in common: batch (samples per batch) or effective (samples per update). "
+            "(default batch; with --batch-per-update effective)"
         ),
-    ] = ("batch"),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds per method.")] = 3,
     jobs: Annotated[int, typer.Option(help="Number of runs in parallel processes, with --engine simulate.")] = 1,
     side_by_side: Annotated[int, typer.Option(help="Number of runs that take turns in this process.")] = 1,

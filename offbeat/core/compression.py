@@ -143,20 +143,25 @@ def decoded(sent: dict[str, Any]) -> Tensor:
     True
     """
     codes, scales = sent["codes"], sent["scales"]
-    values = codes if scales is None else _restored(codes, scales)
+    values = codes if scales is None else _restored(codes, scales, sent["dtype"])
     return values.to(sent["dtype"]).requires_grad_(sent["requires_grad"])
 
 
 def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Integers from -127 to 127 in the memory layout of the tensor, and the scale of each row."""
     values = tensor if tensor.dtype == torch.float64 else tensor.float()
-    scales = values.abs().amax(dim=row_dimensions(values.shape), keepdim=True) / LEVELS
+    largest = values.abs().amax(dim=row_dimensions(values.shape), keepdim=True)
+    scales = largest / LEVELS
+    short = largest > (LEVELS + 0.5) * scales  # a quotient of subnormal numbers, rounded down too far
+    scales = torch.where(short, scales.nextafter(torch.full_like(scales, torch.inf)), scales)
     codes = torch.where(scales > 0, values / scales, 0.0).round_().nan_to_num_(0.0, 0.0, 0.0)
     return codes.clamp_(-LEVELS, LEVELS).to(torch.int8), scales
 
 
-def _restored(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.to(scales.dtype) * scales
+def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values that are finite in this dtype; NaN in rows that were not finite."""
+    most = torch.finfo(dtype).max  # which a rounded scale or a residual can exceed
+    return (codes.to(scales.dtype) * scales).clamp_(-most, most)
 
 
 def row_dimensions(shape: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from math import ceil, inf
@@ -18,6 +19,8 @@ from offbeat.tf32 import tf32_products
 
 PRECISIONS = (torch.float32, torch.float64)
 LARGEST_ANGLE = 0.5  # bound of |S|: the next step halves what is left of an error of orthogonality, or does better
+NONE = 1e-12  # of the largest eigenvalue of G G': those below it are of no gradient, or of its rounding in float32
+ROUNDING = 1e-5  # of the largest entry: below it, what float32 has rounded in the products of a first gradient
 FLOOR = 1e-5  # of the largest eigenvalue: below it, float32 has nothing but rounding to rotate by
 
 
@@ -38,7 +41,10 @@ class RotatedAdam(CompensatedOptimizer):
     bases turn, v has no trace of what earlier gradients are in the new ones. The first basis diagonalises G, so that
     almost all of v was zero in the second update: without the bound it was up to 14 times as large as lr.
 
-    Bases begin as eigenvectors, and every further update rotates them by angles S, as a step of QR iteration,
+    Bases begin as eigenvectors of G G' and G' G, computed in float64; directions without a gradient follow the axes, so
+    that a factorization chooses none of them. U' G V is then diagonal, and what float32 rounds beside its diagonal
+    (below 1e-5 of the largest entry), which Adam would make as large as the rest, is left out of the first update.
+    Every further update rotates them by angles S, as a step of QR iteration,
     U <- qr(L U), does to first order. With B = U' L U and f = 1e-5 max(B_kk):
 
         S_ij = B_ij / max(B_jj, f) if B_ii < B_jj,    S_ji = -S_ij,    S <- S min(1, 0.5 / (|S S| / sqrt(2))^(1/2))
@@ -96,41 +102,48 @@ class RotatedAdam(CompensatedOptimizer):
         d, a = self.compensated(group, parameters)
         gradients, directions = gradients_of(parameters), list(d)
         grids = [Grid.of(p, group["block"]) for p in parameters]
-        for t, stepped in self.counted(group, parameters):
+        for t, alike in self.counted(group, parameters):
             batches: dict[Any, list[int]] = defaultdict(list)
-            for place in stepped:
+            for place in alike:
                 batches[grids[place].size, d[place].dtype, d[place].device].append(place)
             for places in batches.values():
                 inside = [grids[place] for place in places]
                 pairs = _pairs([(gradients[place], d[place]) for place in places], inside)
-                with tf32_products(pairs.device):
-                    found = self._directions(group, [parameters[place] for place in places], inside, pairs, a=a, t=t)
+                stepped = [parameters[place] for place in places]
+                are_new = [self._begin(p, grid) for p, grid in zip(stepped, inside, strict=True)]
+                new = are_new[0]  # as all that have been stepped as often
+                with nullcontext() if new else tf32_products(pairs.device):
+                    found = self._directions(group, stepped, inside, pairs, a=a, t=t, new=new)
                 for place, grid, blocks in zip(places, inside, found, strict=True):
                     directions[place] = grid.joined(blocks, parameters[place].shape)
         return directions
 
     def _directions(
-        self, group: Group, parameters: Tensors, grids: list[Grid], pairs: Tensor, *, a: float, t: Any
+        self, group: Group, parameters: Tensors, grids: list[Grid], pairs: Tensor, *, a: float, t: Any, new: bool
     ) -> tuple[Tensor, ...]:
         """The directions of the blocks of each parameter, from pairs (blocks, height, 2, width) of g and d."""
         (b, b2), (height, width) = map(float, group["betas"]), grids[0].size
-        left, right = self._bases(parameters, grids, pairs[:, :, 0], b2)
+        left, right = self._bases(parameters, pairs[:, :, 0], b2, new=new)
         rotated = torch.bmm(left.mT, pairs.flatten(2)).view(-1, 2 * height, width)  # g and d at once
         g, d = torch.bmm(rotated, right).view(pairs.shape).unbind(2)
         v = self._joined(parameters, "exp_avg_sq").mul_(b2).addcmul_(g, g, value=1 - b2)
         direction = bounded(d, v, weight(a, b, t), weight(1.0, b2, t), group["eps"], bound=largest(a, b, b2))
+        if new:
+            direction.masked_fill_(g.abs() < ROUNDING * g.abs().amax((1, 2), keepdim=True), 0.0)
         return torch.bmm(torch.bmm(left, direction), right.mT).split([grid.rows * grid.columns for grid in grids])
 
-    def _bases(self, parameters: Tensors, grids: list[Grid], g: Tensor, b2: float) -> list[Tensor]:
+    def _bases(self, parameters: Tensors, g: Tensor, b2: float, *, new: bool) -> list[Tensor]:
         """U and V of all blocks, after g was added to L and R. Those of square blocks are one batch."""
-        are_new = [self._begin(p, grid) for p, grid in zip(parameters, grids, strict=True)]
         factors, bases = {"left": (g, g.mT), "right": (g.mT, g)}, []
         for sides in [("left", "right")] if g.shape[1] == g.shape[2] else [("left",), ("right",)]:
             averages = self._joined(parameters, *(f"{side}_average" for side in sides))
             kept = self._joined(parameters, *(f"{side}_basis" for side in sides))
             for side, average in zip(sides, averages.split(len(g)), strict=True):
                 average.baddbmm_(*factors[side], beta=b2, alpha=1 - b2)
-            kept.copy_(eigenvectors(averages) if are_new[0] else refreshed(kept, averages))
+            if new:
+                kept.copy_(torch.cat([first_basis(*factors[side]) for side in sides]))
+            else:
+                kept.copy_(refreshed(kept, averages))
             bases += kept.split(len(g))
         return bases
 
@@ -255,9 +268,22 @@ def largest(a: float, b: float, b2: float) -> float:
     return (((1 - a * b) ** 2 + (a * b * (1 - b)) ** 2 / (b2 - b * b)) / (1 - b2)) ** 0.5
 
 
-def eigenvectors(averages: Tensor) -> Tensor:
-    """Of symmetric matrices. Gradients that are not finite make later steps NaN, as in Adam, not the factorization."""
-    return torch.linalg.eigh(averages.nan_to_num(0.0, 0.0, 0.0)).eigenvectors
+def first_basis(g: Tensor, transposed: Tensor) -> Tensor:
+    """Eigenvectors of G G' for each block, in float64, which do not depend on how G is rounded.
+
+    Where there is no gradient (rows of zeros, more rows than columns, few samples) any orthogonal vectors are
+    eigenvectors, and a factorization returns what rounding chooses. Here they are those of P diag(1, 2, ...) P, with P
+    the projection onto these directions: rows of zeros keep their axes. Gradients that are not finite make later steps
+    NaN, as in Adam, not the factorization.
+    """
+    squares = torch.bmm(g.double(), transposed.double()).nan_to_num_(0.0, 0.0, 0.0)
+    values, vectors = torch.linalg.eigh(squares)
+    count = torch.arange(1, g.shape[1] + 1, dtype=torch.float64, device=g.device)
+    none = (values <= NONE * values[:, -1:]).double()
+    projection = torch.bmm(vectors * none[:, None], vectors.mT)
+    ordered = torch.bmm(projection * count, projection)
+    above = (1 - none) * (len(count) + count)  # in the order in which they are
+    return torch.linalg.eigh(ordered.baddbmm_(vectors * above[:, None], vectors.mT)).eigenvectors
 
 
 def refreshed(bases: Tensor, averages: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def _warn_of_start(local: LocalStages, loader: Loader | None, epochs: int, *, ow
     if local.choice.settings is None or "staleness_warmup" in local.choice.settings:
         schedules.warn_of_warmup(local.choice.method, batches, whole=False)
     else:
+        local.start_named = True
         schedules.warn_of_synchronous_start(local.choice, batches)
 
 

@@ -37,6 +37,7 @@ class LocalStages:
     batches       t of the next batch
     epoch_start   an epoch, and the number of its first batch
     found         a checkpoint to load once there are stages
+    start_named   whether a warning has named a long synchronous start, if there is one
     loop          during a call of fit that has callbacks in some process
     """
 
@@ -55,6 +56,7 @@ class LocalStages:
         self.batches = 0
         self.epoch_start = (0, 0)
         self.found: checkpoints.Found | None = None
+        self.start_named = False
         self.loop: TrainingLoop | None = None
         self.callback_states = CallbackStates()
 

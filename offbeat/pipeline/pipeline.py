@@ -394,6 +394,9 @@ class Pipeline(PipelineView):
         [0, 0]
         """
         self._local.finish()
+        if self.leads and self.batches and not self._local.start_named:
+            self._local.start_named = True
+            schedules.warn_of_synchronous_start(self._local.choice, self.batches, drained=True)
         return self.gather()
 
     def gather(self) -> nn.Module:

@@ -66,17 +66,28 @@ def warn_of_warmup(method: Method, batches: int, *, whole: bool) -> None:
         )
 
 
-def warn_of_synchronous_start(choice: MethodChoice, batches: int) -> None:
-    """Before that many batches: warn of a synchronous start, chosen by method "auto", of more than half of them."""
+def warn_of_diagnosis(every: int, updates: int) -> None:
+    """Warn of a diagnosis every so many updates that a run does not reach."""
+    if updates < every:
+        warn_caller(
+            f"diagnose={every} with {updates} updates in all: nothing is measured; use {updates} or fewer",
+            ScheduleLength,
+        )
+
+
+def warn_of_synchronous_start(choice: MethodChoice, batches: int, *, drained: bool = False) -> None:
+    """Before that many batches: warn of a synchronous start, chosen by method "auto", of more than half of them;
+    `drained`: after them, of all of them."""
     if choice.settings is None or "staleness_warmup" in choice.settings:
         return
     updates = batches // choice.method.M
     for _, synchronous in choice.method.staleness_warmup:
-        if updates < 2 * synchronous:
+        if updates < (synchronous + 1 if drained else 2 * synchronous):
             fewer = f"{updates // ONE_IN}, or " if updates >= ONE_IN else ""
+            so_far, then = (" so far", "if training ends here, ") if drained else ("", "")
             warn_caller(
-                f'method="auto": {min(synchronous, updates)} of {updates} updates are synchronous '
-                f"(staleness_warmup={synchronous}): give staleness_warmup={fewer}0",
+                f'method="auto": {min(synchronous, updates)} of {updates} updates{so_far} are synchronous '
+                f"(staleness_warmup={synchronous}): {then}give staleness_warmup={fewer}0",
                 ScheduleLength,
             )
 

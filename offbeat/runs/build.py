@@ -127,7 +127,10 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
     saving.check(recipe)
-    schedules.warn_of_warmup(recipe.make_method(), recipe.epochs * recipe.count(known.samples).per_epoch, whole=True)
+    batches = recipe.epochs * recipe.count(known.samples).per_epoch
+    schedules.warn_of_warmup(recipe.make_method(), batches, whole=True)
+    if recipe.diagnose:
+        schedules.warn_of_diagnosis(recipe.diagnose, schedules.count_updates(recipe.make_method(), recipe.K, batches))
     return replace(recipe, **choose_cuts(recipe, known)), known
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from offbeat.runs.recipe import Recipe
 def measure_batches(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Samples per update and per epoch, smallest micro-batch, and (size, seconds) of each size that is compared, on the
     recipe's device and with its threads."""
-    recipe, known = build.check(recipe)
+    batch = recipe.samples_per_update
+    _, known = build.check(replace(recipe, batch_size=1))  # which of its parts will be a batch is not known yet
     model = build.build_model(recipe, known)
-    batch, smallest = recipe.samples_per_update, smallest_batch(model, NORMALIZED)
+    smallest = smallest_batch(model, NORMALIZED)
     sample, device = models.random_batch(1, known.shape, known.classes), torch.device(recipe.device)
     seconds = batch_seconds(model, sample, device=device, precision=PrecisionPolicy.of(recipe.precision, device))
     threads = torch.get_num_threads()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -168,18 +169,28 @@ class Recipe:
 
     def count(self, samples: int) -> Epochs:
         """The epochs of a new run of this recipe, with this many samples per epoch; a batch of each replica counts as
-        one.
+        one. A batch must not have more samples than an epoch: its learning rate would be for samples that it lacks.
 
         >>> make_recipe(batch_size=8).count(samples=100).per_epoch
         13
         """
         size = self.batch_size * self.replicas
-        if self.replicas > 1 and samples < size:
-            raise UserError(
-                f"replicas={self.replicas} with batch_size={self.batch_size}: a batch of each needs {size} samples, "
-                f"but an epoch has {samples}; use a smaller batch_size= or fewer replicas="
-            )
+        if samples < size:
+            raise UserError(self._too_large(samples))
         return Epochs(samples=samples, batch_size=size, drop_last=self.drop_last)
+
+    def _too_large(self, samples: int) -> str:
+        """Why an epoch of this many samples, fewer than a batch of each replica, cannot be trained."""
+        name, given, most = "batch_size", f"batch_size={self.batch_size}", samples
+        if self.batch_per_update is not None:
+            name, most = "batch_per_update", samples * self.M
+            given = f"batch_per_update={self.batch_per_update} in batches of {self.batch_size}"
+        if self.replicas > 1:
+            return (
+                f"replicas={self.replicas} with {given}: a batch of each needs {self.batch_size * self.replicas} "
+                f"samples, but an epoch has {samples}; use a smaller {name}= or fewer replicas="
+            )
+        return f"{given}, but an epoch has {samples} samples: use {name}={most} or less"
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
         """Factor of lr for update s, counted as batch M*s: linear warm-up, then the schedule.
@@ -260,12 +271,12 @@ def make_recipe(**given: Any) -> Recipe:
     >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
-    values = {name: _plain(value) for name, value in given.items() if value is not None}
+    values = given_values(given)
     if values.get("method") == AUTO:
         values = _with_chosen_method(values)
     own_size = values.get("batch_size")
     values = {**PAPER, **values}
-    _check_types(values)
+    check_types(values)
     values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
     task = task_of(values["data"])
     values.setdefault("optimizer", task.defaults["optimizer"])
@@ -317,7 +328,7 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(Recipe)}
     settings = {**values.get("settings", {}), **{name: value for name, value in values.items() if name not in names}}
     others = {name: value for name, value in values.items() if name in names and name not in ("method", "settings")}
-    _check_types({**others, "settings": settings})
+    check_types({**others, "settings": settings})
     check_settings(settings)
     K, batch = others.get("K", PAPER["K"]), others.get("batch_per_update")
     if batch is not None:
@@ -339,7 +350,10 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         from offbeat.runs.measuring import count_samples
 
         counted = measured if "samples" in measured else from_first(lambda: count_samples(trial), key="samples")
-        return trial.epochs * trial.count(counted["samples"]).per_epoch // trial.M
+        samples: int = counted["samples"]
+        if samples < trial.batch_size * trial.replicas:  # an update of several epochs, in smaller batches
+            return trial.epochs * samples // trial.samples_per_update
+        return trial.epochs * trial.count(samples).per_epoch // trial.M
 
     method = recommend(
         K,
@@ -355,6 +369,11 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "method": method.name, "settings": {**chosen, **passed}}
 
 
+def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not None, as recipes have it."""
+    return {name: _plain(value) for name, value in given.items() if value is not None}
+
+
 def _plain(value: Any) -> Any:
     """A list as a tuple, and a path as text: recipes are hashed, and written as JSON."""
     if isinstance(value, os.PathLike):
@@ -362,7 +381,13 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_types(values: Mapping[str, Any]) -> None:
+def check_types(values: Mapping[str, Any]) -> None:
+    """Raise UserError for fields of a recipe whose values have other types."""
+    if isinstance(given := values.get("method"), Method):
+        raise UserError(f"method is a Method: give its name and settings, as in method={given.name!r}, M={given.M}")
+    for name, words in _choices().items():
+        if not isinstance(values.get(name), str | None):
+            raise UserError(f"{name}={values[name]!r}: use one of {', '.join(map(repr, words))}")
     for name, kind in ((each.name, str(each.type)) for each in fields(Recipe)):
         if name in values and not kind.startswith("Literal") and not _fits(values[name], kind):
             raise UserError(f"{name}={values[name]!r}: use {TYPES[kind.removesuffix(' | None')]}")
@@ -440,7 +465,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
-        if name in values and not 0 <= values[name] < float("inf"):
+        if name in values and not 0 <= values[name] <= sys.float_info.max:
             raise UserError(f"{name}={values[name]}: use a number of at least 0")
     takes = OPTIMIZERS[values["optimizer"]].defaults
     for name in SETTINGS:

@@ -17,11 +17,12 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
+from offbeat.checkpoint import CheckpointFailed, free, is_full, ls, with_room
 from offbeat.errors import FolderTaken, PackageMissing, UserError, first_line, print_once, require
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
@@ -119,10 +120,29 @@ class RunFolder:
                 self._events.close()
 
 
+@dataclass(frozen=True)
+class RunState:
+    """How often the recipe of a run folder has been written again, and how often the run has been resumed."""
+
+    recipes: int
+    resumed: int
+
+    @classmethod
+    def of(cls, path: Path) -> RunState:
+        file = path / "metrics.jsonl"
+        text = file.read_bytes() if file.exists() else b""
+        return cls(len(list(path.glob("config-*.json"))), text.count(b'{"kind": "resumed"'))
+
+    def put_back(self, path: Path) -> None:
+        """Put back the recipe that the run had, if it could not be resumed with the new one."""
+        if RunState.of(path) == RunState(self.recipes + 1, self.resumed):
+            with suppress(OSError):
+                os.replace(path / f"config-{self.recipes + 1}.json", path / "config.json")
+
+
 def _full(path: Path, error: BaseException) -> UserError:
-    return UserError(
-        f"cannot write to {path} ({first_line(error)}): free some space; continue from a checkpoint with resume="
-    )
+    again = "; continue from a checkpoint with resume=" if any(found.checkpoint for found in ls(path)) else ""
+    return UserError(f"cannot write to {path} ({first_line(error)}): free some space{again}")
 
 
 def append(run: Path, name: str, text: str) -> None:
@@ -169,11 +189,9 @@ class Diagnoses:
 
     def __init__(self, folder: Path, batches: int) -> None:
         self.file = folder / "diagnosis.jsonl"
-        text = self.file.read_text() if self.file.exists() else ""
-        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # without an incomplete last line
-        kept = [line for line in lines if line["turn"] < batches]
+        kept = [line for line in whole_lines(self.file, "turn", "stage", "batch") if line["turn"] < batches]
         self.written = {_place(line): _lag_and_changes(line) for line in kept}
-        if text:
+        if self.file.exists():
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
@@ -247,15 +265,22 @@ def lines(path: Path) -> list[dict[str, Any]]:
     An incomplete last line is left out. What happened between a checkpoint and resuming from it happened twice, and the
     second time counts.
     """
-    file = path / "metrics.jsonl"
-    texts = file.read_text().split("\n")[:-1] if file.exists() else ()
+    return standing(whole_lines(path / "metrics.jsonl", "kind"))
+
+
+def whole_lines(file: Path, *keys: str) -> list[dict[str, Any]]:
+    """The lines of a file as dicts, without an incomplete last one; UserError for one that does not have these keys."""
+    texts = file.read_text(errors="replace").split("\n")[:-1] if file.exists() else ()
     found = []
     for number, text in enumerate(texts, 1):
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
+            if not isinstance(line, dict) or not line.keys() >= {*keys}:
+                raise ValueError(f"not a record with {', '.join(keys)}")
         except ValueError as error:
             raise UserError(f"{file}, line {number}, is damaged ({first_line(error)}): remove that line") from None
-    return standing(found)
+        found.append(line)
+    return found
 
 
 def standing(recorded: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

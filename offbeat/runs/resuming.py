@@ -88,6 +88,7 @@ def resume(
     if found.path is not None:
         with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
             notes += restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
+        pipe.engine.barrier()  # all have
     if folder:
         folder.resumed(pipe.batches, notes, exact=found.same)
     return notes

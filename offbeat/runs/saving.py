@@ -128,6 +128,7 @@ class Saver:
         self.requested: int | None = None  # batches after which a mark in flight asks to save
         self.stop_reason = ""
         self.saved: int | None = None  # batches before the newest checkpoint that is complete
+        self.failed = ""  # why the newest one that failed did
         self.begun: int | None = None  # batches before the newest checkpoint that this process has written parts of
         self.pending: dict[int, Pending] = {}
         self.model_bytes = sum(tensor.nbytes for part in pipe.parts for tensor in part.state_dict().values())
@@ -229,9 +230,17 @@ class Saver:
                 link.send(Message(t, report))
         if stop:
             self.close()
-            raise Interrupted(
-                f"stopped by {stop} after batch {t - 1}, with a checkpoint: continue with resume={str(self.folder)!r}"
-            )
+            saved = self.pipe.engine.share(self._saved(t) if self.pipe.leads else None, 1)
+            raise Interrupted(f"stopped by {stop} after batch {t - 1}, {saved}")
+
+    def _saved(self, t: int) -> str:
+        """Which checkpoint there is after a stop after t batches."""
+        again = f"continue with resume={str(self.folder)!r}"
+        if self.saved == t:
+            return f"with a checkpoint: {again}"
+        earlier = [found.checkpoint.t for found in checkpoint.ls(self.folder) if found.checkpoint]
+        there = f"{again}, after batch {earlier[-1] - 1}" if earlier else "there is no earlier one"
+        return f"and its checkpoint failed ({self.failed}): {there}"
 
     def save_end(self, run: dict[str, Any]) -> None:
         """Write a checkpoint of the drained pipeline at the end of a run without intervals, so that it can be extended;
@@ -301,6 +310,7 @@ class Saver:
             checkpoint.prune(self.folder, max(1, self.recipe.keep))
             early = checkpoint.make_room(self.folder, needed=made.size + self.model_bytes + RECORDS)
         except CheckpointFailed as error:
+            self.failed = str(error)
             self.note("checkpoint failed", batch=t, reason=str(error))
         else:
             self.saved = t

@@ -15,7 +15,16 @@ from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
 from offbeat.methods import AUTO
 from offbeat.runs import launch
 from offbeat.runs.group import from_first
-from offbeat.runs.recipe import Recipe, changed, from_json, load, make_recipe, without_default_rate
+from offbeat.runs.recipe import (
+    Recipe,
+    changed,
+    check_types,
+    from_json,
+    given_values,
+    load,
+    make_recipe,
+    without_default_rate,
+)
 
 MOST_ROLLBACKS = 5  # of one run
 
@@ -149,7 +158,7 @@ def resolved(
 ) -> tuple[Recipe, Path]:
     """The recipe and the folder of a run, new or resumed; the same in every process of torchrun."""
     for name, path in (("out", out), ("resume", resume)):
-        if not isinstance(path, str | os.PathLike | None):
+        if not isinstance(path, str | os.PathLike | None) or "\0" in str(path):
             raise UserError(f"{name}={path!r}: give the name of a folder")
     if resume is None:
         if recipe is None or changes:
@@ -252,12 +261,13 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     if not (run / "config.json").exists():
         raise UserError(f"resume={str(run)!r} holds no config.json: give the folder of a run that was stopped")
     before = load(run / "config.json")
+    check_types(given_values(chosen))
     if chosen.get("method") == AUTO:  # it was chosen when the run began
         chosen = {name: value for name, value in chosen.items() if name != "method"}
         chosen["settings"] = {name: value for name, value in chosen.get("settings", {}).items() if name != "latency"}
     before.pop("trace", None)  # it has been recorded
     finished = any(line["kind"] == "result" for line in record.lines(run))
-    if finished and chosen.get("epochs", 0) <= before["epochs"]:
+    if finished and (chosen.get("epochs") or 0) <= before["epochs"]:
         raise UserError(f"{run} is finished (epochs={before['epochs']}): to continue, increase epochs=")
     with lock.held(run):  # find removes unfinished checkpoints
         found, _ = resuming.find(run)
@@ -276,14 +286,16 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
 
 @contextmanager
 def kept(out: Path) -> Iterator[None]:
-    """Record why a run ends early, and name its folder in the error.
+    """Record why a run ends early, and name its folder in the error. A run that could not be resumed keeps its recipe.
 
     Under torchrun the first stage makes the folder once all processes have joined; until then there are no records.
     """
-    from offbeat.runs.record import RunFolder
+    from offbeat.runs.record import RunFolder, RunState
+
+    leads, before = os.environ.get("RANK", "0") == "0", RunState.of(out)
 
     def last_line(kind: str, **values: str) -> None:
-        if os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
+        if leads and (out / "config.json").exists():
             RunFolder(out).line(kind, **values)
 
     try:
@@ -299,6 +311,8 @@ def kept(out: Path) -> Iterator[None]:
         raise
     except UserError as error:
         last_line("failed", reason=str(error))
+        if leads:
+            before.put_back(out)
         where = f" (records so far: {out})" if out.exists() else ""
         raise type(error)(f"{error}{where}") from None
 

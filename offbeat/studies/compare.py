@@ -33,6 +33,7 @@ from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
 
 MATCHES = ("batch", "effective")
+MOST_RUNS = 1000  # of a method, or at the same time
 ASIDE = "unfinished"  # the folder of runs that were stopped
 
 
@@ -56,7 +57,7 @@ class MethodSpec:
 def compare(
     *,
     methods: str,
-    match: str,
+    match: str | None,
     seeds: int,
     M: int,
     chosen: dict[str, Any],
@@ -67,12 +68,16 @@ def compare(
 ) -> tuple[Comparison, Path]:
     """Run what is not finished yet, then read all records and write the table and the curves.
 
+    match            "batch" or "effective"; None: batch, with `batch_per_update` effective
     jobs, together   runs at the same time: in processes of their own, or in turns in this one
     """
     specs = [MethodSpec.of(text) for text in split_list(methods)]
     per_update = chosen.get("batch_per_update")
-    if per_update is not None:
-        match = "effective"
+    if per_update is not None and match == "batch":
+        raise UserError(
+            f"match={match!r} with batch_per_update={per_update}, which makes updates equal: leave out one of them"
+        )
+    match = match or ("batch" if per_update is None else "effective")
     _check(specs, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
     if "engine" not in chosen and chosen.get("device") != "cuda":
@@ -126,6 +131,8 @@ def _check(
     ):
         if number < 1:
             raise UserError(f"{name}={number}: use a whole number from 1 up")
+        if name in ("seeds", "jobs", "together") and number > MOST_RUNS:
+            raise UserError(f"{name}={number}: use a whole number from 1 to {MOST_RUNS}")
     if jobs > 1 and together > 1:
         raise UserError(f"jobs={jobs} with together={together}: use one of the two")
     for name, number in (("jobs", jobs), ("together", together)):
@@ -182,17 +189,22 @@ def one_stage(method: Method) -> bool:
     return method.limit is not None and method.limit(1) is None and method.limit(2) is not None
 
 
-def partitioned(recipes: Mapping[str, Recipe], b: int | None) -> dict[str, Recipe]:
-    """The recipes with their cuts: one partition, decided here, for all that have several stages.
-
-    b   samples of the batch on which it is decided, where not the samples per update are given
-    """
+def partitioned(recipes: Mapping[str, Recipe], asked: Mapping[str, Any]) -> dict[str, Recipe]:
+    """The recipes with their cuts: one partition, decided here, for all that have several stages. It is decided on a
+    batch of the size that is given, where not the samples per update are given."""
     from offbeat.runs.build import check
 
+    b = asked["batch_size"]
     decided: dict[int, Recipe] = {}
-    for recipe in recipes.values():
+    for label, recipe in recipes.items():
         if recipe.K not in decided:
-            decided[recipe.K], _ = check(recipe if b is None else replace(recipe, batch_size=b))
+            decided[recipe.K], known = check(recipe if b is None else replace(recipe, batch_size=b))
+        if b is not None and known.samples < recipe.batch_size:
+            raise UserError(
+                f"{label} with match='effective': batches of {recipe.batch_size} samples, but an epoch has "
+                f"{known.samples}, give a smaller batch_size= or M="
+            )
+        recipe.count(known.samples)
     return {
         label: replace(recipe, cuts=decided[recipe.K].cuts, units=decided[recipe.K].units)
         for label, recipe in recipes.items()
@@ -206,7 +218,7 @@ def _created(runner: StudyRunner, asked: dict[str, Any], at_once: int, recipes: 
     """A new comparison: its config.json holds the recipes of all runs."""
     record.check_free(runner.folder)
     launch.check_workers(recipes.values())
-    recipes = partitioned(recipes, asked["batch_size"])
+    recipes = partitioned(recipes, asked)
     runs = [
         StudyRun(label, seed, replace(recipe, seed=seed))
         for seed in range(asked["seeds"])

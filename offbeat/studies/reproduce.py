@@ -346,6 +346,8 @@ class Reproducing:
         if data_set is not None:
             content["images"] = same_images(table, data_set, content["images"], folder)
             content["text"] = same_text(data_set, content["text"], folder)
+            for run in todo:
+                run.recipe.count(data_set.train_samples)
         content["invocations"].append(provenance(request.command, device=settings.get("device")))
         runner.write(ASKED, content_text(content))
         (folder / "runs").mkdir(exist_ok=True)

@@ -15,8 +15,8 @@ from offbeat.errors import NotFused, NotRecorded
 from offbeat.runs.build import open_data
 from offbeat.runs.recipe import make_recipe
 
-SMALL = ("--data", "synthetic", "--samples", "8", "--model", "mlp", "--epochs", "1")  # 5 units
-RECIPE = {"model": "mlp", "data": "synthetic", "samples": 8}
+SMALL = ("--data", "synthetic", "--samples", "32", "--model", "mlp", "--epochs", "1")  # 5 units
+RECIPE = {"model": "mlp", "data": "synthetic", "samples": 32}
 
 
 # ---- bad input
@@ -210,7 +210,7 @@ def test_a_dry_run_prints_what_would_run_and_writes_nothing(offbeat, monkeypatch
     checked = json.loads(printed.out)
     assert checked["recipe"]["K"] == how[1]
     assert len(checked["recipe"]["cuts"]) == how[1] - 1
-    assert checked["batches_an_epoch"] == 3  # 8 samples: the short last batch is used
+    assert checked["batches_an_epoch"] == 11  # 32 samples: the short last batch is used
     assert "--cuts" not in how or checked["recipe"]["cuts"] == [4]
     assert checked["out"] == "runs/x"
     assert contents(tmp_path) == {}

@@ -26,6 +26,41 @@ def test_int8_is_wrong_by_at_most_half_the_scale_of_its_row(shape):
     assert ((passed(tensor, "int8") - tensor).abs() <= 0.5000001 * scales).all()
 
 
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_floats_of_a_type_stay_finite(dtype):
+    """127 scales were above the largest float, so that values near it became infinite."""
+    largest = torch.finfo(dtype).max
+    tensor = torch.tensor([[1.0, -1.0, 0.5], [1 - 1e-7, -1.0, 0.0]], dtype=torch.float64).mul(largest).to(dtype)
+    found = passed(tensor, "int8")
+    assert found.isfinite().all()
+    wrong = (found.double() / largest - tensor.double() / largest).abs()
+    assert (wrong <= 0.51 / LEVELS + torch.finfo(dtype).eps / 2).all()  # its own rounding is added
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_feedback_does_not_exceed_the_largest_float(dtype):
+    compression, largest = Compression("int8"), torch.finfo(dtype).max
+    gradient = torch.linspace(0.3, 1.0, 64, dtype=torch.float64).repeat(2, 1).mul(largest).to(dtype)
+    for _ in range(50):
+        (code,) = compression.gradients([gradient])
+        assert decoded(code).isfinite().all()
+        assert compression.residuals[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 60, 63, 64, 190, 191, 255, 10**4])
+def test_rows_of_subnormal_numbers_are_wrong_by_at_most_half_their_scale(dtype, steps):
+    """A scale that was rounded to 0, or down, lost up to half of the values."""
+    tensor = torch.linspace(-steps, steps, 64).round().to(dtype) * torch.finfo(dtype).smallest_normal
+    tensor = tensor * torch.finfo(dtype).eps
+    scale = encoded(tensor, "int8")["scales"].item()
+    assert 0 < scale <= tensor.max().item()
+    assert ((passed(tensor, "int8") - tensor).abs() <= scale / 2).all()
+
+
 @pytest.mark.parametrize("messages", ["bf16", "int8"])
 def test_type_layout_and_need_of_gradients_are_those_of_the_tensor(messages):
     tensor = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()

@@ -451,6 +451,15 @@ def test_training_prints_the_share_of_each_stage_at_its_end(offbeat: Command, tm
     assert printed[1] == "100"
 
 
+@pytest.mark.filterwarnings("always::offbeat.errors.ScheduleLength")
+def test_a_diagnosis_that_the_run_does_not_reach_is_named(offbeat: Command):
+    """Nothing was measured, without a word."""
+    small = ["--data", "synthetic", "--model", "mlp", "--shape", "1,4,4", "--samples", 64, "--batch-size", 8]
+    given = ["train", *small, "--epochs", 3, "-K", 2, "-M", 4, "--engine", "simulate", "--dry-run", "--diagnose"]
+    words = "offbeat: --diagnose 7 with 6 updates in all: nothing is measured; use 6 or fewer\n"
+    assert [offbeat(*given, every).err for every in (7, 6)] == [words, ""]
+
+
 # ---- misuse
 
 

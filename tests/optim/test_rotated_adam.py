@@ -139,6 +139,46 @@ def test_no_update_is_far_larger_than_those_of_adam(scale):
         assert size < 1.2 or (t == 0 and size < 2.5), t  # rounding is most of the first, with large gradients
 
 
+def few(kind: str, given: torch.Generator) -> torch.Tensor:
+    """A gradient that leaves directions of its rows or columns out."""
+    wide = torch.randn(64, 32, generator=given)
+    if kind == "samples":
+        return torch.randn(64, 5, generator=given) @ torch.randn(5, 32, generator=given)
+    return wide if kind == "columns" else wide * (torch.rand(64, 1, generator=given) < 0.3)
+
+
+@pytest.mark.parametrize("kind", ["columns", "samples", "rows"])
+def test_updates_do_not_depend_on_how_the_first_gradients_are_rounded(kind):
+    """As another machine rounds them. The first basis was that of a factorization where there was no gradient, so that
+    updates differed by as much as they have; most of the first update was rounding."""
+    found = []
+    for noise in (0.0, 1e-7):
+        theta, given, rounding = nn.Parameter(torch.zeros(64, 32)), *(torch.Generator().manual_seed(s) for s in (1, 2))
+        optimizer, updates = RotatedAdam([("block.weight", theta)], 1.0, weight_decay=0.0), []
+        for _ in range(5):
+            before = theta.detach().clone()
+            theta.grad = few(kind, given) * (1 + noise * torch.randn(64, 32, generator=rounding))
+            optimizer.step()
+            updates.append(theta.detach() - before)
+        found.append(torch.stack(updates))
+    assert (found[0] - found[1]).abs().max() < 0.01
+
+
+def test_rows_without_a_gradient_keep_their_axes_and_the_first_update_leaves_them():
+    theta, given = nn.Parameter(torch.zeros(12, 6)), torch.Generator().manual_seed(0)
+    theta.grad = torch.randn(12, 6, generator=given)
+    seen = torch.tensor([0, 3, 4, 9])
+    unseen = [row for row in range(12) if row not in seen.tolist()]
+    theta.grad[unseen] = 0
+    optimizer = RotatedAdam([("block.weight", theta)], 1.0, weight_decay=0.0)
+    optimizer.step()
+    basis = optimizer.state[theta]["left_basis"][0]
+    torch.testing.assert_close(basis[unseen, : len(unseen)].abs(), torch.eye(8), atol=1e-6, rtol=0)
+    assert theta[unseen].abs().max() < 1e-12
+    left, _, right = torch.linalg.svd(theta.grad[seen], full_matrices=False)
+    torch.testing.assert_close(theta.detach()[seen], -left @ right, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.95), (0.0, 0.9)])
 @pytest.mark.parametrize("compensation", [0.0, 11.0])
 def test_the_bound_of_directions_is_the_largest_that_adam_has(betas, compensation):

@@ -140,6 +140,29 @@ def test_a_start_of_more_than_half_of_the_updates_is_named_after_the_first_batch
     assert (len(found), (said or "") in "".join(found)) == (bool(said), True), found
 
 
+def test_a_loop_of_steps_is_warned_at_its_drain_if_all_updates_were_synchronous():
+    """They were, without a word: the length of such a loop is not known before."""
+
+    def train(auto: offbeat.Pipeline, updates: int) -> None:
+        for x, y in batches(updates, size=2):
+            auto.step(x, y)
+        auto.drain()
+
+    found = pipeline(method="auto", M=1)
+    assert synchronous_starts(lambda: train(found, 30)) == [
+        'method="auto": 30 of 30 updates so far are synchronous (staleness_warmup=150): if training ends here, give '
+        "staleness_warmup=3, or 0"
+    ]
+    assert synchronous_starts(lambda: train(found, 2)) == []  # once
+    assert len(synchronous_starts(lambda: train(pipeline(method="auto", M=1), 150))) == 1
+    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1), 151)) == []
+    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1, staleness_warmup=150), 4)) == []
+    assert synchronous_starts(lambda: train(pipeline(), 4)) == []
+
+    fitted = pipeline(method="auto", M=1)
+    assert len(synchronous_starts(lambda: (fitted.fit(batches(4, size=2), drain=False), fitted.drain()))) == 1
+
+
 def test_fit_counts_the_updates_of_replicas_and_of_micro_batches():
     for options, said in (
         ({"replicas": 2}, "15 of 15 updates"),
@@ -215,6 +238,9 @@ def test_measuring_changes_neither_the_model_nor_random_numbers():
         ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or None"),
         ({"method": "auto:m=3", "batch": B}, "auto takes no m .*: leave it out; its settings are M, .*, latency$"),
         ({"method": "auto:m=3", "K": 1}, "auto takes no m "),
+        ({"method": "auto:WEIGHTS=stash", "batch": B}, "auto takes no WEIGHTS .*: leave it out; its settings are M, "),
+        ({"method": "auto:M=0", "batch": B}, "M=0 gradients per update: use an integer of at least 1"),
+        ({"method": "auto", "M": 0, "batch": B}, "M=0 gradients per update: use an integer of at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(options, said):

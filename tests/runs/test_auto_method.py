@@ -105,6 +105,12 @@ def test_the_number_of_updates_follows_from_the_measured_batches(monkeypatch):
     assert (found.M, found.staleness_warmup) == (1, 40)
 
 
+def test_an_update_of_two_epochs_is_split_into_batches_that_an_epoch_has(times):
+    found = make_recipe(**{**SMALL, "epochs": 100}, K=3, method="auto", batch_per_update=128)
+    assert (found.batch_size, found.count(64).per_epoch) == (128 // found.M, found.M // 2)
+    assert make_recipe(**{**SMALL, "epochs": 100}, K=6, method="auto", batch_per_update=128, M=2).staleness_warmup == 5
+
+
 def test_a_run_that_is_resumed_keeps_its_synchronous_start(offbeat):
     arguments = ("train", *OPTIONS[:-1], 10, "-K", 3, "--engine", "simulate", "--method", "auto", "-M", 1)
     outcome = offbeat(*arguments, "--batch-size", 16, "--checkpoint-every", "1e", "--out", "run")

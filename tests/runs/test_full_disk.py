@@ -18,12 +18,16 @@ from command import Command
 from disks import PAGE, fill, free, small_disk, taken
 from preloaded import PYTHON
 from safetensors.torch import load_file
+from small_recipe import small
 from torch import nn
 from trees import same
 
 import offbeat as offbeat_package
 from offbeat import checkpoint as checkpoints
-from offbeat.errors import UserError
+from offbeat.checkpoint import CheckpointFailed
+from offbeat.errors import Interrupted, UserError
+from offbeat.runs.begin import begin
+from offbeat.runs.build import check
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import RunFolder, lines
 from offbeat.runs.saving import Saver
@@ -250,6 +254,34 @@ def test_a_model_without_room_leaves_the_one_before_and_the_newest_checkpoint(tm
         assert torch.equal(load_file(disk / "model.safetensors")["w"], torch.ones(10))
         assert checkpoints.verify(checkpoints.ls(disk)[0].path) == []
         assert sorted(path.name for path in disk.iterdir()) == ["ballast", "checkpoints", "model.safetensors"]
+
+
+def test_a_model_without_room_and_without_a_checkpoint_promises_none(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk, pytest.raises(UserError, match=r"free some space$"):
+        RunFolder(disk).model({"w": torch.zeros(50_000)})
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_stop_whose_checkpoint_failed_says_so(earlier, tmp_path, monkeypatch):
+    """It promised a checkpoint to continue from."""
+    recipe = small("adl", K=2, M=2, checkpoint_every="2b" if earlier else None)
+    run = begin(check(recipe)[0], tmp_path / "run", show=False)
+    steps = run.steps()
+    for _ in range(3):
+        next(steps)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise CheckpointFailed("cannot write it: free some space")
+
+    monkeypatch.setattr(checkpoints, "finish", full)
+    run.stop("Ctrl-C")
+    there = r"continue with resume='.*run', after batch 1" if earlier else "there is no earlier one"
+    failed = (
+        rf"stopped by Ctrl-C after batch \d, and its checkpoint failed \(cannot write it: free some space\): {there}$"
+    )
+    with pytest.raises(Interrupted, match=failed):
+        list(steps)
+    run.close()
 
 
 def test_a_line_of_the_records_takes_the_room_of_an_old_checkpoint(tmp_path):

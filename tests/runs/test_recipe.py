@@ -12,7 +12,7 @@ from offbeat.errors import UserError
 from offbeat.runs import resuming
 from offbeat.runs.recipe import changed, load, make_recipe
 
-DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")
+DRY = ("train", "--data", "synthetic", "--samples", 32, "--model", "mlp", "-K", 2, "--dry-run", "--json")
 GIVEN = {  # --method, options, settings in the recipe beside M, weights and window
     "corrector": ("adl:corrector=sc", (), {"corrector": "sc"}),
     "a corrector in short": ("adl", ("--corrector", "sc"), {"corrector": "sc"}),
@@ -85,6 +85,13 @@ def test_samples_per_update_stay_when_m_changes_on_resuming():
     assert (again.batch_size, again.batch_per_update) == (4, 8)
 
 
+def test_an_update_may_have_more_samples_than_an_epoch_in_batches_that_it_has():
+    recipe = make_recipe(batch_per_update=128, M=4, K=2, epochs=8)
+    assert recipe.count(32).per_epoch == 1
+    with pytest.raises(UserError, match="batch_per_update=128 in batches of 32, but an epoch has 31 samples: use"):
+        recipe.count(31)
+
+
 def test_configurations_written_before_have_no_samples_per_update(tmp_path):
     now = make_recipe(K=2, batch_size=8).as_dict()
     now.pop("batch_per_update")
@@ -100,6 +107,21 @@ REFUSED = {
         ("--batch-size 8 with --batch-per-update 8 and M = 2: leave out --batch-size or --batch-per-update",),
     ),
     "no samples per update": ("adl", ("--batch-per-update", 0), ("--batch-per-update 0",)),
+    "batches of more samples than an epoch": (
+        "adl:M=4",
+        ("--batch-per-update", 1000),
+        ("--batch-per-update 1000 in batches of 250, but an epoch has 32 samples: use --batch-per-update 128 or less",),
+    ),
+    "a batch of more samples than an epoch": (
+        "adl",
+        ("--batch-size", 33),
+        ("--batch-size 33, but an epoch has 32 samples: use --batch-size 32 or less",),
+    ),
+    "more samples than replicas have": (
+        "adl:M=2",
+        ("--batch-per-update", 132, "--replicas", 2),
+        ("--replicas 2 with --batch-per-update 132 in batches of 33: a batch of each needs 66 samples", "has 32"),
+    ),
     "M": ("dsp", ("-M", 4), ("dsp takes no M", "its settings are corrector (default none)")),
     "weights": ("fr", ("--weights", "stash"), ("fr takes no weights",)),
     "micro-batches": ("adl:m=4", (), ("adl takes no m",)),

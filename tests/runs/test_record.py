@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from sync_calls import Recorded
 
-from offbeat.runs.record import RunFolder
+from offbeat.errors import UserError
+from offbeat.runs.record import Diagnoses, RunFolder, lines
 
 
 @pytest.fixture
@@ -67,3 +68,18 @@ def test_the_model_is_on_the_disk_before_it_has_its_name_and_the_name_after(run,
     model = run.path / "model.safetensors"
     calls.check_order(("fsync", calls.before[model]), ("rename", model), ("fsync", run.path))
     assert calls.bytes[calls.before[model]] == model.stat().st_size, "all of it"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(b"[1, 2]", "not a record with kind"), (b"{}", "not a record"), (b"\xb8\xff", "Expecting value")],
+)
+def test_a_damaged_line_is_named(text, reason, tmp_path):
+    """Resuming such a run ended with a traceback."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"kind": "train"}\n' + text + b"\n{")
+    with pytest.raises(UserError, match=f"metrics.jsonl, line 2, is damaged .*{reason}.*: remove that line"):
+        lines(tmp_path)
+    (tmp_path / "diagnosis.jsonl").write_bytes(text + b"\n")
+    with pytest.raises(UserError, match=r"diagnosis.jsonl, line 1, is damaged .*: remove that line"):
+        Diagnoses(tmp_path, 4)

@@ -226,6 +226,20 @@ def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbea
         assert any(name.startswith("head.") for name in again["optimizer"])
 
 
+@pytest.mark.parametrize("change", [("--classes", 5), ("--shape", "3,9,9", "--model", "mlp")])
+def test_a_change_that_does_not_fit_the_checkpoint_leaves_the_recipe(change, tmp_path, started, offbeat: Command):
+    """The folder kept the recipe that was refused, with which no later command could resume."""
+    run = tmp_path / "run"
+    started(run)
+    before = (run / "config.json").read_bytes()
+    refused = offbeat("train", "--resume", run, "--epochs", EPOCHS, *change)
+    assert (refused.code, "checkpoint" in refused.err) == (2, True), refused
+    assert (run / "config.json").read_bytes() == before
+    assert not list(run.glob("config-*.json"))
+    train_here(offbeat, "--resume", run, "--epochs", EPOCHS, "--json")
+    assert len(list(run.glob("config-*.json"))) == 1
+
+
 def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
     own, auxiliary = {"momentum_buffer": 1}, {"momentum_buffer": 2}
     parts = [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from preloaded import PYTHON
 from processes import START, two_processes
+from run_folders import run as copied_run
 from safetensors.torch import load_file
 
 import offbeat
@@ -78,6 +79,26 @@ def test_a_run_resumes_from_python_with_other_settings(tmp_path):
     offbeat.train(resume=run, epochs=2)
     assert [line["epoch"] for line in lines(tmp_path / "run") if line["kind"] == "epoch"] == [0, 1]
     assert config(tmp_path / "run")["epochs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": "3"}, "epochs='3': use an integer"),
+        ({"settings": 5}, "settings=5: use a dict"),
+        ({"method": offbeat.ADL(M=2)}, "method is a Method"),
+    ],
+)
+def test_changes_of_a_wrong_type_are_refused(change, message, tmp_path):
+    """They ended in a TypeError."""
+    made = copied_run(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        offbeat.train(resume=made, **change)
+
+
+def test_a_folder_whose_name_no_disk_takes_is_refused():
+    with pytest.raises(UserError, match="give the name of a folder"):
+        offbeat.train(make_recipe(**SMALL), out="a\0b")
 
 
 def test_a_finished_run_without_checkpoints_can_be_extended(tmp_path):

@@ -161,6 +161,12 @@ def test_samples_per_update_are_in_recipes_table_and_title(offbeat):
     assert {row["samples_per_update"] for row in rows.values()} == {8}
 
 
+def test_samples_per_update_that_a_later_row_cannot_have_are_refused_before_any_run(offbeat):
+    given = [part for part in SMALL if part not in ("--batch-size", 4)]
+    arguments = ("compare", *given, "--methods", "adl,bp", "--batch-per-update", 100)
+    check_refused(offbeat, arguments, "--batch-per-update 100 in batches of 100, but an epoch has 80 samples: use")
+
+
 @pytest.mark.parametrize("methods", ["bp,auto:M=4,adl", "auto:M=4,bp,adl"])
 def test_auto_among_batches_of_equal_size_is_named_with_its_samples_per_update(offbeat, methods):
     """Title and notes said that all rows have the b or the samples per update of one of them."""
@@ -506,6 +512,22 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "an update that cannot be split": (
         ("--methods", "adl:M=3", "--batch-per-update", 8),
         ("--batch-per-update 8 with M = 3", "use a multiple of 3"),
+    ),
+    "batches of more samples than an epoch": (
+        ("--methods", "adl,bp", "--batch-size", 60, "--match", "effective"),
+        ("bp with --match effective: batches of 120 samples, but an epoch has 80, give a smaller --batch-size or -M",),
+    ),
+    "a batch of more samples than an epoch": (
+        ("--methods", "adl,bp", "--batch-size", 81),
+        ("--batch-size 81, but an epoch has 80 samples: use --batch-size 80 or less",),
+    ),
+    "equal batches with equal updates": (
+        ("--methods", "bp", "--match", "batch", "--batch-per-update", 8),
+        ("--match batch with --batch-per-update 8, which makes updates equal: leave out one of them",),
+    ),
+    "too many seeds": (
+        ("--methods", "adl", "--seeds", 10**9),
+        ("--seeds 1000000000: use a whole number from 1 to 1000",),
     ),
     "two sizes": (
         ("--methods", "adl:M=2", "--batch-per-update", 64),

@@ -679,6 +679,10 @@ MISUSE = {
     "no epochs": (("cifar10-table", "--epochs", 0), ("--epochs 0",)),
     "another engine": (("cifar10-table", "--engine", "steam"), ("engine 'steam'",)),
     "processes by turns": (("small", "--engine", "processes", "--side-by-side", 2), ("--side-by-side 2", "simulate")),
+    "batches of more samples than an epoch": (
+        ("small", "--batch-per-update", 100),
+        ("--batch-per-update 100 in batches of 50, but an epoch has 24 samples: use --batch-per-update 48 or less",),
+    ),
     "data for none": (("small", "--data", "."), ("synthetic takes no folder",)),
 }
 

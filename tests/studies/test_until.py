@@ -378,7 +378,14 @@ def test_a_rate_that_diverges_is_recorded_and_others_count(offbeat, monkeypatch)
         (("--until-loss", 1, "--data", "text", "--model", "resnet20"), ("resnet20 takes images", "--model gpt")),
         (("--until-error", 5, "--model", "gpt:layers=2,width=16,heads=2"), ("has no error", "--until-loss")),
         (("--until-loss", 1, "--data", "digits", "--against", "dpd"), ("unknown row 'dpd'", "ddp")),
-        (("--until-loss", 1, "--data", "digits", "--batch-size", 9999, "-M", 1), ("9999", "training samples")),
+        (
+            ("--until-loss", 1, "--data", "digits", "--batch-size", 9999, "-M", 1),
+            ("--batch-size 9999", "training samples"),
+        ),
+        (
+            ("--until-loss", 1, "--data", "digits", "--batch-per-update", 9999, "-M", 1),
+            ("--batch-per-update 9999, but",),
+        ),
         (("--until-loss", 1, "--batches", 3), ("--batches with --until-loss",)),
         (("--samples", 3), ("--samples without --until-loss",)),
         (("--data", "digits"), ("--data without --until-loss",)),

@@ -439,8 +439,9 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     check_cores(workers_here(request.K), instead="")
     setting, data = request.setting(), request.open()
     if data.train_samples < setting.batch_size:
+        name = "batch_size" if request.batch_per_update is None else "batch_per_update"
         raise UserError(
-            f"batch_per_update={setting.batch_size}, but {data.name} has {data.train_samples} training samples: use "
+            f"{name}={setting.batch_size}, but {data.name} has {data.train_samples} training samples: use "
             "fewer samples per update"
         )
     if request.samples < setting.batch_size:
