@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 import results_gpu
 import results_network
 import results_reproduction
-from page import ROOT, Record, Records, point, records
+from page import ROOT, Picture, Record, Records, point, records
 from staleness_records import language_tables
 
 from offbeat.method import Method
@@ -29,7 +28,6 @@ from offbeat.timeline import Span, balanced, timeline
 
 # ---- the picture
 
-PICTURE = ROOT / "docs/timelines.svg"
 STAGES = 3
 LENGTH = 36  # of the time axis, in forwards of a stage
 BATCHES = 16  # more than any of the methods finishes in that time
@@ -73,23 +71,16 @@ def panels() -> dict[str, list[Operation]]:
     return {heading(words, those): those for words, those in drawn.items()}
 
 
-def digest() -> str:
-    return hashlib.sha256(json.dumps([panels(), STAGES, LENGTH, WIDTH]).encode()).hexdigest()
+def picture() -> Picture:
+    return Picture(ROOT / "docs/timelines.svg", json.dumps([panels(), STAGES, LENGTH, WIDTH]), svg)
 
 
-def stale() -> bool:
-    """Whether the picture was drawn from other operations, or is not there."""
-    return not PICTURE.exists() or digest() not in PICTURE.read_text()
-
-
-def draw() -> None:
-    """The panels one above the other on one time axis; the file names what it was drawn from."""
+def svg() -> str:
+    """The panels one above the other on one time axis."""
     from offbeat.report.draw import rendered
-    from offbeat.runs.record import write
 
     title = f"{STAGES} equal stages, a backward as long as two forwards, no communication"
-    content = rendered(chart(), "svg", title=title, width=None).decode()
-    write(PICTURE, content.replace("</svg>", f"<!-- drawn from {digest()} -->\n</svg>"))
+    return rendered(chart(), "svg", title=title, width=None).decode()
 
 
 def chart() -> Any:

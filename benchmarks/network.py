@@ -43,19 +43,14 @@ from network_relay import (
     measured,
 )
 from network_rows import INNER_STEPS, LISTED, MEASURED, ROWS, SAMPLES, TINY, M, Network, NetworkRow
-from start import arguments as given_arguments
+from start import BEGUN, origin, say, write_record
 
-BEGUN = time.monotonic()
 PATIENCE = 300.0  # seconds until a worker must answer
 WORKER = Path(__file__).with_name("network_worker.py")
 REPEATS = 10  # of the times that predictions need
 LEAST_UPDATES, MOST_UPDATES = 2, 50  # of a measurement
 STARTING = 20.0  # seconds that the workers of a row may need
 LISTS = ("networks", "profiles", "rows")  # settings that may differ between the commands of a record
-
-
-def say(line: str) -> None:
-    print(f"[{time.monotonic() - BEGUN:5.0f} s] {line}", flush=True)
 
 
 class RowFailedError(Exception):
@@ -177,9 +172,7 @@ class NetworkRecord:
             self.found.setdefault("continued", []).append(provenance)
 
     def write(self) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.found, indent=1) + "\n")
-        part.replace(self.path)
+        write_record(self.path, self.found)
 
     def has(self, **key: Any) -> bool:
         return any(key.items() <= one.items() for kind in ("measurements", "failed") for one in self.found[kind])
@@ -354,8 +347,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
-    from offbeat.runs.provenance import provenance
-
     networks = chosen(options.networks, (*MEASURED, TINY), lambda network: network.name)
     profiles = chosen(options.profiles, PROFILES, lambda profile: profile.name)
     rows = chosen(options.rows, LISTED, lambda row: row.name)
@@ -371,8 +362,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
         "tcp": hosts.tcp(),
         **({"share_cores": True} if options.share_cores else {}),
     }
-    made = provenance(["python", "benchmarks/network.py", *given_arguments()])
-    record = NetworkRecord(Path(options.out), settings, made)
+    record = NetworkRecord(Path(options.out), settings, origin())
     for profile in profiles:
         if profile.name != LOOPBACK and profile.name not in record.found["lines"]:
             record.found["lines"][profile.name] = measured(hosts, profile)

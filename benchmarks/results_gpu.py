@@ -6,7 +6,7 @@ from statistics import median
 
 from page import Record, Records, made, point, prose, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown_rows
 
 # What was aimed at, by network and how its kernels are made: how much faster than BP that is recorded in the same way,
 # at b=32. What is joined, by torch.compile or by us, has the same aims: it takes most of BP's idle time away.
@@ -50,18 +50,6 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def table(found: Records) -> str:
-    head = [
-        "network, b",
-        "kernels",
-        "row",
-        "ms per batch",
-        "times recorded BP",
-        "aim",
-        "times BP at once",
-        "host's share",
-        "stage 1 stale",
-        "GiB held",
-    ]
     lines = []
     for record in found.values():
         for case in record["found"]:
@@ -69,20 +57,20 @@ def table(found: Records) -> str:
                 ratios, more = ratios_of(case["rows"], row), at_once(case["rows"], row)
                 aim = aim_of(record, case) if row["name"] == AIMED_AT else None
                 lines.append(
-                    [
-                        f"{case['model']}, {case['batch_size']}",
-                        how(record) if row["name"] != "BP, eager" else "",
-                        row["name"],
-                        spread(row["ms"], 2),
-                        "" if row["name"] == "BP, recorded" else spread(ratios, 2),
-                        f"{aim}" if aim else "",
-                        spread(more, 2) if more and row["name"].startswith("ADL") else "",
-                        f"{median(row['host']):.2f}",
-                        f"{row['staleness'][0]:.1f}",
-                        f"{row['held'] / 2**30:.2f}" if "held" in row else "",
-                    ]
+                    {
+                        "network, b": f"{case['model']}, {case['batch_size']}",
+                        "kernels": how(record) if row["name"] != "BP, eager" else "",
+                        "row": row["name"],
+                        "ms per batch": spread(row["ms"], 2),
+                        "times recorded BP": "" if row["name"] == "BP, recorded" else spread(ratios, 2),
+                        "aim": f"{aim}" if aim else "",
+                        "times BP at once": spread(more, 2) if more and row["name"].startswith("ADL") else "",
+                        "host's share": f"{median(row['host']):.2f}",
+                        "stage 1 stale": f"{row['staleness'][0]:.1f}",
+                        "GiB held": f"{row['held'] / 2**30:.2f}" if "held" in row else "",
+                    }
                 )
-    return markdown(head, lines)
+    return markdown_rows(lines)
 
 
 def lines_on_exactness(found: Records) -> list[str]:

@@ -6,19 +6,17 @@ timeline predicts to be the fastest for every rate and delay, and which was on t
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from network_prediction import MeasuredCosts, predicted
 from network_relay import LOOPBACK, Profile
 from network_rows import NetworkRow
-from page import RECORDS, Record, point, prose, records, source
+from page import RECORDS, Picture, Record, point, prose, records, source
 
 from offbeat.report.formatting import markdown
 
@@ -91,19 +89,17 @@ def rounds_of(record: Record) -> str:
 
 
 def lines_table(record: Record) -> list[str]:
-    rows = []
-    for profile in profiles_of(record):
-        if profile.name in record["lines"]:
-            found = record["lines"][profile.name]
-            rows.append(
-                [
-                    profile.name,
-                    f"{profile.rate / 1e6:,.0f}",
-                    f"{found['rate'] / 1e6:,.0f}",
-                    f"{2e3 * profile.delay:.1f}",
-                    f"{1e3 * found['round_trip']:.1f}",
-                ]
-            )
+    rows = [
+        [
+            profile.name,
+            f"{profile.rate / 1e6:,.0f}",
+            f"{found['rate'] / 1e6:,.0f}",
+            f"{2e3 * profile.delay:.1f}",
+            f"{1e3 * found['round_trip']:.1f}",
+        ]
+        for profile in profiles_of(record)
+        if (found := record["lines"].get(profile.name))
+    ]
     return [markdown(["line", "Mbit/s asked for", "measured", "round trip asked for (ms)", "measured"], rows), ""]
 
 
@@ -264,29 +260,18 @@ def measured_points(record: Record, network: str) -> list[dict[str, Any]]:
     return found
 
 
-def picture(name: str) -> Path:
-    return RECORDS / name.replace(".json", ".svg")
-
-
-def digest(record: Record) -> str:
-    """Of what the picture shows."""
+def picture(name: str, record: Record) -> Picture:
     shown = [record["settings"], record["costs"], [measured_points(record, network) for network in names(record)]]
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    return Picture((RECORDS / name).with_suffix(".svg"), json.dumps(shown, sort_keys=True), lambda: svg(record))
 
 
-def stale(found: dict[str, Record]) -> list[Path]:
-    paths = {picture(name): digest(record) for name, record in found.items()}
-    return [path for path, wanted in paths.items() if not path.exists() or wanted not in path.read_text()]
-
-
-def draw(record: Record, path: Path) -> None:
+def svg(record: Record) -> str:
     """A map for each network: shaded by the predicted fastest kind, with circles for the measured one."""
     import altair as alt
 
     from offbeat.report.charts.data import chart_of, layered
     from offbeat.report.draw import panels, rendered
     from offbeat.report.style import colour
-    from offbeat.runs.record import write
 
     hue = alt.Color(
         "kind:N",
@@ -305,8 +290,7 @@ def draw(record: Record, path: Path) -> None:
         charts.append((network, layered([shaded, circles, labels], cells, points, height=300)))
     title = f"Fastest at {record['settings']['samples_per_update']} samples per update, K={record['settings']['K']}"
     subtitle = "shaded: predicted by the timeline; borders: equal times; circles: measured"
-    drawn = rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
-    write(path, drawn.replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
+    return rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
 
 
 # ---- the section
@@ -322,7 +306,7 @@ def record_section(name: str, record: Record) -> list[str]:
         *lines_table(record),
         point(f"TCP: {tcp}."),
         "",
-        *([f"![Fastest methods by rate and delay of the lines](results/{picture(name).name})", ""]),
+        *([f"![Fastest methods by rate and delay of the lines](results/{picture(name, record).name})", ""]),
         *aims(record),
     ]
     for network in names(record):

@@ -575,7 +575,8 @@ def attempt(count: int, seed: int, place: Path, say: Any = None) -> tuple[Counte
 
 
 def run(options: argparse.Namespace) -> bool:
-    from torture import say, write
+    from start import say
+    from torture import write
 
     from offbeat.runs import launch
 

@@ -32,7 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torture import say, write
+from start import say
+from torture import write
 
 TIME_OUT = 180.0  # seconds for a run that takes some 10 alone, on a busy machine
 LEAVING = 15.0  # seconds for workers to notice that their launcher is gone

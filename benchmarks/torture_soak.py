@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torture import say, write
+from start import say
+from torture import write
 from torture_kills import Command, processes, wait_for
 
 K = 2

@@ -10,13 +10,12 @@ import altair as alt
 
 from offbeat.method import Method
 from offbeat.ops import Backward, Forward, Update
-from offbeat.report import gantt
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines
 from offbeat.report.curves import clock, points
 from offbeat.report.formatting import size
 from offbeat.report.read import mapping, mappings, numbers
 from offbeat.report.style import colour, shade
-from offbeat.report.text import staleness_of_stages
+from offbeat.report.text import staleness_of_stages, unit
 from offbeat.runs.task import CLASSIFICATION, LearningTask
 from offbeat.timeline import Costs, timeline
 
@@ -65,7 +64,7 @@ def curves(
 
 def method_timeline(method: Method, costs: Costs, batches: int) -> alt.LayerChart:
     """When every stage does what, fill and drain included, with the version of the weights in each box."""
-    scale, name = gantt.unit(costs)
+    scale, name = unit(costs)
     drawn = []
     for span in timeline(method, batches, costs):
         operation = span.operation

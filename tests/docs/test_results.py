@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -14,6 +13,7 @@ from statistics import median
 
 import pytest
 import torch
+from published import script
 
 from offbeat import models
 from offbeat.methods import METHODS
@@ -189,8 +189,6 @@ def test_a_record_has_its_provenance_and_no_folder_names(path):
 
 
 def test_a_single_round_is_shown_without_a_spread():
-    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks/page.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    page = script("page")
     assert page.shown([1.5, 1.5, 1.5], 1) == "1.50"
     assert page.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"
