@@ -372,32 +372,35 @@ class Ours:
         return self.pipe.evaluate(batches() if self.reads else None)
 
     def unlinked(self) -> Callable[[], None]:
-        """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""
-        links, method = self.pipe.workers[0].links, self.pipe.method
-        rank, K = self.task.rank % self.pipe.K, self.pipe.K
-        taps = {name: Tap(getattr(links, name), method.m) for name in ("inputs", "gradients") if getattr(links, name)}
-        kept = links.inputs, links.gradients
-        for name, tap in taps.items():
-            setattr(links, name, tap)
-        self.step()
-        links.inputs, links.gradients = kept
-        loss = cross_entropy if rank == K - 1 or method.feedback == "local" else None
-        part, assembly = copy.deepcopy(self.pipe.parts[rank]), self.pipe._local.assembled(None)
-        stage = self.pipe._local.assembler.make_stage(
-            rank + 1, K, part, method=method, loss=loss, output=assembly.outputs[rank]
-        )
-        sources, unsent = {"inputs": rank, "gradients": rank + 2}, Canned()
-        canned: dict[str, Any] = {
-            name: Canned(tap.contents, received(method, rank + 1, K, sources[name])) for name, tap in taps.items()
-        }
-        canned |= {"outputs": unsent if rank < K - 1 else None, "feedback": unsent if rank else None}
-        bare, index = Worker(stage, method, Links(**canned)), count()
-
-        def iteration() -> None:
-            for _ in bare.iteration(next(index), wait=True):
-                pass
-
-        return iteration
+        """The stage that is here, without its neighbours. Takes a step."""
+        return unlinked(self.pipe, self.task.rank % self.pipe.K, self.step)
 
     def close(self) -> None:
         self.pipe.close()
+
+
+def unlinked(pipe: Pipeline, rank: int, step: Callable[[], object]) -> Callable[[], None]:
+    """A local iteration of this process's stage on canned messages, those of a step that is made for it: what the stage
+    takes where nothing is sent."""
+    links, method, K = pipe.workers[0].links, pipe.method, pipe.K
+    taps = {name: Tap(getattr(links, name), method.m) for name in ("inputs", "gradients") if getattr(links, name)}
+    kept = links.inputs, links.gradients
+    for name, tap in taps.items():
+        setattr(links, name, tap)
+    step()
+    links.inputs, links.gradients = kept
+    loss = cross_entropy if rank == K - 1 or method.feedback == "local" else None
+    part, assembly = copy.deepcopy(pipe.parts[rank]), pipe._local.assembled(None)
+    stage = pipe._local.assembler.make_stage(rank + 1, K, part, method=method, loss=loss, output=assembly.outputs[rank])
+    sources, unsent = {"inputs": rank, "gradients": rank + 2}, Canned()
+    canned: dict[str, Any] = {
+        name: Canned(tap.contents, received(method, rank + 1, K, sources[name])) for name, tap in taps.items()
+    }
+    canned |= {"outputs": unsent if rank < K - 1 else None, "feedback": unsent if rank else None}
+    bare, index = Worker(stage, method, Links(**canned)), count()
+
+    def iteration() -> None:
+        for _ in bare.iteration(next(index), wait=True):
+            pass
+
+    return iteration
