@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,29 +39,10 @@ from torture import write
 TIME_OUT = 180.0  # seconds for a run that takes some 10 alone, on a busy machine
 LEAVING = 15.0  # seconds for workers to notice that their launcher is gone
 BATCHES = 128
-RECIPE = [
-    "--model",
-    "resnet8",
-    "--data",
-    "synthetic",
-    "--shape",
-    "3,8,8",
-    "--samples",
-    "256",
-    "--batch-size",
-    "8",
-    "--epochs",
-    "4",
-    "--warmup",
-    "1",
-    "--threads-per-stage",
-    "1",
-    "--engine",
-    "processes",
-    "--checkpoint-every",
-    "5b",
-    "--json",
-]
+RECIPE = shlex.split(
+    "--model resnet8 --data synthetic --shape 3,8,8 --samples 256 --batch-size 8 --epochs 4 --warmup 1 "
+    "--threads-per-stage 1 --engine processes --checkpoint-every 5b --json"
+)
 METHODS = {
     "adl-stash": ["--method", "adl", "-M", "2", "--weights", "stash"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],

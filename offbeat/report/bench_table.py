@@ -98,35 +98,18 @@ def gradient(row: RowRecord) -> str:
 def cells(record: Record) -> list[list[str]]:
     """A line per row, in the order of the record; columns as in HEAD."""
     rows, best = measured(record), best_synchronous(record)
+
+    def speeds(row: RowRecord) -> list[str]:
+        others = (rows.get("bp"), best)
+        return [ranged(row["samples_per_second"]), *(f"{times_faster(row, one):.2f}" if one else "" for one in others)]
+
     found = []
     for row in rows.values():
         share = share_of_bound(row, record)
-        found.append(
-            [
-                title(row),
-                ranged(row["samples_per_second"]),
-                f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
-                f"{times_faster(row, best):.2f}" if best else "",
-                "" if share is None else f"{share:.2f}",
-                gradient(row),
-                size(row["memory_per_worker"]),
-                size(row["bytes_moved"]),
-            ]
-        )
+        held = [gradient(row), size(row["memory_per_worker"]), size(row["bytes_moved"])]
+        found.append([title(row), *speeds(row), "" if share is None else f"{share:.2f}", *held])
     if record["bound"]["seconds_per_batch"]:
-        bound = record["bound"]
-        found.append(
-            [
-                "no-communication bound of the cuts",
-                ranged(bound["samples_per_second"]),
-                f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
-                f"{times_faster(bound, best):.2f}" if best else "",
-                "1",
-                "",
-                "",
-                "",
-            ]
-        )
+        found.append(["no-communication bound of the cuts", *speeds(record["bound"]), "1", "", "", ""])
     return found
 
 

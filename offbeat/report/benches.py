@@ -113,7 +113,8 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
 def _table(content: dict[str, Any]) -> Block:
     """The rows and their notes as in table.md."""
     try:
-        return table(bench_table.HEAD, bench_table.cells(content), notes=bench_table.notes(content))
+        rows = [dict(zip(bench_table.HEAD, line, strict=True)) for line in bench_table.cells(content)]
+        return table(rows, notes=bench_table.notes(content))
     except ODD as error:
         return missing(f"no table: bench.json lacks what belongs there ({first_line(error)})", warn=True)
 

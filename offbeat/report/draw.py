@@ -1,4 +1,4 @@
-"""Pictures in files, .svg, .png or .txt: timelines, staleness, learning curves, benchmarks, scaling studies.
+"""Pictures in files, .svg or .png: timelines, staleness, learning curves (also .txt), benchmarks, scaling studies.
 
 A file is written completely or not at all, and the same arguments give the same bytes. Charts need Altair and
 vl-convert, which training does not need: a command that only also draws calls `by_the_way`, and continues without.
@@ -119,7 +119,7 @@ def draw_bench(record: Mapping[str, Any], path: Path | str) -> None:
         subtitle = "median of the rounds, whiskers from the slowest to the fastest; lighter: late gradients"
         return rendered(drawn, kind, title=bench_table.setting(dict(record)), width=860, subtitle=subtitle)
 
-    _draw(path, lambda: text.bench_text(record), chart)
+    _draw(path, None, chart)
 
 
 def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
@@ -136,7 +136,7 @@ def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
         subtitle = "lines: by the clock from measured units; circles: measured"
         return rendered(drawn, kind, title=title, width=None, subtitle=subtitle)
 
-    _draw(path, lambda: text.scaling_text(record), chart)
+    _draw(path, None, chart)
 
 
 def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.ConcatChart:
@@ -157,13 +157,16 @@ def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.Concat
 # ---- files
 
 
-def _draw(path: Path | str, words: Callable[[], str], chart: Callable[[str], bytes]) -> None:
-    """Write the words into a .txt file, or the chart as the kind of picture that the name of the file states."""
-    path = check_picture(path)
+def _draw(path: Path | str, words: Callable[[], str] | None, chart: Callable[[str], bytes]) -> None:
+    """Write the words into a .txt file, if there are any, or the chart as the kind of picture that the file's name
+    states."""
+    path = check_picture(path, SUFFIXES if words else SUFFIXES[:2])
     kind = path.suffix.lower()[1:]
-    if kind != "txt":
+    if words and kind == "txt":
+        content = f"{words()}\n".encode()
+    else:
         require_charts()
-    content = f"{words()}\n".encode() if kind == "txt" else chart(kind)
+        content = chart(kind)
     try:
         write(path, content)
     except OSError as error:
@@ -171,11 +174,11 @@ def _draw(path: Path | str, words: Callable[[], str], chart: Callable[[str], byt
         raise UserError(f"picture {str(path)!r}: cannot be written, {reason}; use another place") from error
 
 
-def check_picture(path: Path | str) -> Path:
+def check_picture(path: Path | str, suffixes: Sequence[str] = SUFFIXES) -> Path:
     """The file as a path; refuses one that cannot be drawn to: another suffix, or no such folder."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(SUFFIXES)}")
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UserError(f"picture {str(path)!r}: there is no folder {str(path.parent)!r}, make it first")
     return path

@@ -64,22 +64,21 @@ def partition(run: RunRecord, name: str, made: list[CutStage] | None, why: str) 
     def percent(values: Sequence[float], k: int) -> str:
         return f"{100 * values[k] / sum(values):.1f} %" if sum(values) else "-"
 
-    columns = ["stage", "units", "from", "to", "parameters", "share", "FLOPs per sample", "share of FLOPs"]
-    cells = [
-        [
-            f"{k + 1}",
-            f"{part.units}",
-            part.first,
-            part.last,
-            f"{part.parameters:,}",
-            percent(rows[0][1], k),
-            f"{part.flops:,}",
-            percent(rows[1][1], k),
-            *([percent(times, k)] if times else []),
-        ]
+    lines = [
+        {
+            "stage": f"{k + 1}",
+            "units": f"{part.units}",
+            "from": part.first,
+            "to": part.last,
+            "parameters": f"{part.parameters:,}",
+            "share": percent(rows[0][1], k),
+            "FLOPs per sample": f"{part.flops:,}",
+            "share of FLOPs": percent(rows[1][1], k),
+            **({"share of time": percent(times, k)} if times else {}),
+        }
         for k, part in enumerate(made)
     ]
-    return section.add(table([*columns, *(["share of time"] if times else [])], cells, names=("from", "to")))
+    return section.add(table(lines, names=("from", "to")))
 
 
 def _times(trace: Trace) -> list[float] | None:

@@ -118,7 +118,7 @@ def comparison(folder: Path, name: str) -> ReportPart:
         title = found.title
         title_of_results = overview.results_title([found.learning_task])
         errors = Section(title_of_results, "Median over the seeds, with the lowest and the highest.")
-        errors.add(table(*compared.filled(found)), notes(found.notes))
+        errors.add(table(compared.filled(found)), notes(found.notes))
     first.add(overview.headlines(groups))
     for problem in problems:
         first.add(missing(problem, warn=True))
@@ -153,12 +153,15 @@ def reproduction(folder: Path, name: str) -> ReportPart:
         groups = {row.name: groups[row.name] for row in found.rows if row.name in groups}
         first.add(_reproduced(found))
         task = found.learning_task
-        columns = (*reproduced.columns(found), "setting")
-        cells = [{**reproduced.cells(row, task), "setting": row.setting} for row in found.rows]
+        columns = reproduced.columns(found)
         section = Section(*_RESULTS[task.name])
-        if cells:
-            listed = [[row[column] for column in columns] for row in cells]
-            section.add(table(columns, listed, names=("state", "setting")))
+        if found.rows:
+            cells = [reproduced.cells(row, task) for row in found.rows]
+            rows = [
+                {**{name: cell[name] for name in columns}, "setting": row.setting}
+                for cell, row in zip(cells, found.rows, strict=True)
+            ]
+            section.add(table(rows, names=("state", "setting")))
         sections.append(section.add(notes(found.notes)))
     for problem in problems:
         first.add(missing(problem, warn=True))

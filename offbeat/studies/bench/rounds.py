@@ -31,13 +31,10 @@ from offbeat.studies.bench.rows import (
     batches_per_update,
     chosen,
     cores_here,
-    cuts_of,
+    described,
     left_out,
     method_of,
     micro_batches,
-    note,
-    samples_per_update,
-    title_of,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -166,43 +163,19 @@ class Bench:
     def _enter(
         self, workers: WorkerGroup, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
     ) -> None:
-        self.found[workers.row.name] = {**self._described(workers.row, workers, tried, sent, looked), "first": first}
-        self.runner.report(f"{workers.row.name} is ready, {1000 * first:.0f} ms per batch")
-        self._rest(workers)
-
-    def _described(
-        self,
-        row: BenchRow,
-        workers: WorkerGroup,
-        tried: dict[int, float],
-        sent: list[int],
-        looked: list[dict[str, Any]],
-    ) -> dict[str, Any]:
-        K = self.setting.K
-        levels = (
-            [method_of(row, self.setting, workers.m).staleness(k, K) for k in range(1, K + 1)]
-            if row.kind == "pipeline"
-            else []
-        )
-        earlier = self._earlier(row)
-        return {
-            "name": row.name,
-            "title": title_of(row, self.setting, workers.m),
+        row, earlier = workers.row, self._earlier(workers.row)
+        self.found[row.name] = {
+            **described(row, self.setting, workers.m, tried),
             "family": row.family,
-            "exact": not any(levels),
-            "workers": K if row.workers == "K" else 1,
-            "staleness": levels,
-            "samples_per_update": samples_per_update(row, self.setting, workers.m),
-            "micro_batches": workers.m,
-            "cuts": cuts_of(row, self.setting, workers.m),
-            "sweep": {str(m): seconds for m, seconds in tried.items()},
             **{name: list(earlier.get(name, [])) for name in TIMES},
             **({"bound": earlier["bound"]} if "bound" in earlier else {}),
             "memory_per_worker": max(answer["memory"] for answer in looked),
             "memory": [answer["memory"] for answer in looked],
             "bytes_moved": sum(sent),
-            "note": note(row, self.setting, workers.m, len(tried)),
+            "first": first,
         }
+        self.runner.report(f"{row.name} is ready, {1000 * first:.0f} ms per batch")
+        self._rest(workers)
 
     def _earlier(self, row: BenchRow) -> dict[str, Any]:
         """What the record that this continues has of a row."""
@@ -312,6 +285,7 @@ class Bench:
 
     def as_dict(self) -> dict[str, Any]:
         request, setting = self.request, self.setting
+        on_gpu = setting.device != "cpu"
         rows = [{name: value for name, value in found.items() if name != "first"} for found in self.found.values()]
         settings = {
             **setting.as_dict(),
@@ -322,26 +296,17 @@ class Bench:
             "partition": request.partition,
             "budget_minutes": request.minutes,
             "cores": len(cores_here()),
-            "cores_shared": setting.device == "cpu" and len(cores_here()) < setting.K,
+            "cores_shared": not on_gpu and len(cores_here()) < setting.K,
             "load": round(self.load, 2),
             "memory": MEMORY[setting.device],
             "seconds": round(self.runner.seconds, 1),
         }
-        bound = (
-            {**self.bound, "meaning": BOUND}
-            if self.bound
-            else {
-                "seconds_per_batch": [],
-                "samples_per_second": [],
-                "stages": [],
-                "meaning": "not measured: all stages share one GPU" if setting.device != "cpu" else BOUND,
-            }
-        )
+        bound = self.bound or {"seconds_per_batch": [], "samples_per_second": [], "stages": []}
         return {
             "settings": settings,
             "rows": rows,
             "left_out": self.left_out,
-            "bound": bound,
+            "bound": {**bound, "meaning": "not measured: all stages share one GPU" if on_gpu else BOUND},
             "provenance": self.origin,
         }
 

@@ -45,11 +45,9 @@ from offbeat.studies.bench.rows import (
     BenchSetting,
     chosen,
     cores_here,
-    cuts_of,
+    described,
     left_out,
-    method_of,
     micro_batches,
-    note,
     settings_by_method,
     to_try,
 )
@@ -247,7 +245,7 @@ class UntilBench:
 
     def _described(self, trained: TrainedRow) -> dict[str, Any]:
         """A row of the record, without runs; without micro_batches where none could be timed."""
-        row, K = trained.row, self.setting.K
+        row = trained.row
         sweep: dict[int, float] = {}
         if row.swept:
             try:
@@ -257,22 +255,8 @@ class UntilBench:
                 self.runner.report(f"{trained.name} is left out: {error}")
                 return {}
         m = chosen_number(row, sweep)
-        method = method_of(row, self.setting, m) if row.kind == "pipeline" else None
-        levels = [method.staleness(k, K) for k in range(1, K + 1)] if method else []
-        return {
-            "name": trained.name,
-            "title": row.title,
-            "optimizer": OPTIMIZERS[trained.optimizer].title,
-            "exact": not any(levels),
-            "workers": K if row.workers == "K" else 1,
-            "staleness": levels,
-            "samples_per_update": self.setting.batch_size,
-            "micro_batches": m,
-            "cuts": cuts_of(row, self.setting, m),
-            "sweep": {str(number): seconds for number, seconds in sweep.items()},
-            "note": note(row, self.setting, m, len(sweep), LARGEST if row.micro else BEST),
-            "runs": [],
-        }
+        found = described(row, self.setting, m, sweep, LARGEST if row.micro else BEST)
+        return {**found, "name": trained.name, "optimizer": OPTIMIZERS[trained.optimizer].title, "runs": []}
 
     def _sweep(self, row: BenchRow) -> dict[int, float]:
         """Seconds per batch by the number of micro-batches, on random samples; the same for all optimizers."""
