@@ -62,11 +62,6 @@ class RowWorker:
         self.unlinked: Callable[[], None] | None = None
         self.training: RowTraining | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        ((what, given),) = request.items()
-        found: dict[str, Any] = getattr(self, f"on_{what}")(given)
-        return found
-
     def on_build(self, m: int | None) -> dict[str, Any]:
         self.on_rest()
         fresh = forget_peak()
@@ -152,19 +147,21 @@ def join(name: str, rank: int, world: int) -> None:
     del trial
 
 
-def serve() -> None:
-    """Answer until the standard input closes."""
+def serve(make: Callable[[dict[str, Any]], Any] = RowWorker) -> None:
+    """Answer until the standard input closes: make a worker of the first line, and call its method on_NAME for each
+    request {NAME: argument}."""
     launch.die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no reply
-    row_worker: RowWorker | None = None
+    worker: Any = None
     for line in sys.stdin:
         request, answer = json.loads(line), dict[str, Any]()
         try:
-            if row_worker is None:
-                row_worker = RowWorker(request)
+            if worker is None:
+                worker = make(request)
             else:
-                answer = row_worker.answer(request)
+                ((what, given),) = request.items()
+                answer = getattr(worker, f"on_{what}")(given)
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
             answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
             answer |= {"diverged": True} if isinstance(error, NotFinite) else {}
