@@ -74,6 +74,15 @@ def listed(items: list[str]) -> str:
     return "; ".join(items) if items else "none"
 
 
+def between(values: list[float], form: Callable[[float], str]) -> str:
+    """The smallest and the largest, or the one that there is.
+
+    >>> between([1.434, 1.36], "{:.2f}".format), between([2.0], "{:.2f}".format)
+    ('1.36 to 1.43', '2.00')
+    """
+    return " to ".join(dict.fromkeys(form(value) for value in (min(values), max(values))))
+
+
 @dataclass(frozen=True)
 class Picture:
     """An SVG file, which names the content that it shows.

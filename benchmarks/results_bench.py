@@ -7,11 +7,11 @@ beside one (bench-*.svg, scaling-*.svg) is shown, too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from types import ModuleType
 
-from page import RECORDS, Record, point, prose, records, source
+from page import RECORDS, Record, between, point, prose, records, source
 
 from offbeat.report.formatting import markdown, markdown_rows, ranged, size
 
@@ -168,20 +168,21 @@ def summary() -> list[str]:
         against["adl"].append(adl["memory_per_worker"])
         against["best"].append(best["memory_per_worker"])
 
-    def between(name: str, told: Callable[[float], str] = "{:.2f}".format) -> str:
-        return " to ".join(dict.fromkeys(told(end(against[name])) for end in (min, max)))
-
+    ranges = {
+        name: between(values, size if name in ("adl", "best") else "{:.2f}".format)
+        for name, values in against.items()
+        if values
+    }
     said = []
     if against["bp-cores"]:
-        said.append(f"BP on all cores of a run is {between('bp-cores')} times as fast as ADL on K of them, and exact.")
+        said.append(f"BP on all cores of a run is {ranges['bp-cores']} times as fast as ADL on K of them, and exact.")
     if against["ddp"]:
         said.append(
-            f"ADL is {between('ddp')} times as fast as DistributedDataParallel on as many cores, "
+            f"ADL is {ranges['ddp']} times as fast as DistributedDataParallel on as many cores, "
             "which is exact: where the network fits one worker, take that."
         )
     said += [
-        f"A worker of ADL holds up to {between('adl', size)}, one of the best synchronous pipeline "
-        f"{between('best', size)}.",
+        f"A worker of ADL holds up to {ranges['adl']}, one of the best synchronous pipeline {ranges['best']}.",
         f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
         + (f" Not in every round: {'; '.join(unsure)}." if unsure else ""),
     ]

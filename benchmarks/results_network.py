@@ -18,7 +18,7 @@ from network_relay import LOOPBACK, Profile
 from network_rows import NetworkRow
 from page import RECORDS, Picture, Record, point, prose, records, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown, ranged
 
 WITHIN = 0.20  # of the measured time: the aim of predictions
 SAME = 1.02  # times the smallest predicted time that count as equally fast
@@ -69,9 +69,7 @@ def ratio(record: Record, network: str, profile: str, above: str | None, below: 
         return ""
     first, second = (by_round(record, network, profile, row) for row in (above, below))
     found = [first[number] / second[number] for number in first if number in second]
-    if not found:
-        return ""
-    return f"{median(found):.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else "")
+    return ranged(found, 2) if found else ""
 
 
 def rounds_of(record: Record) -> str:

@@ -6,9 +6,8 @@ from statistics import median
 
 from optimizers import AIM, compared_with
 from page import Record, Records, listed, point, prose, source
-from results_gpu import spread
 
-from offbeat.report.formatting import markdown_rows
+from offbeat.report.formatting import markdown_rows, ranged
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.tables.gpt import GPTSetting
 
@@ -32,9 +31,9 @@ def table(record: Record) -> str:
         rows.append(
             {
                 "optimizer": title_of(row["name"]),
-                "ms per turn": spread(row["ms"], 2),
+                "ms per turn": ranged(row["ms"], 2),
                 "compared with": title_of(base) if other else "",
-                "times as long": spread(ratios, 2) if other else "",
+                "times as long": ranged(ratios, 2) if other else "",
                 f"at most {AIM}": ("yes" if median(ratios) <= AIM else "**no**") if other else "",
                 "host's share": f"{median(row['host']):.2f}",
             }

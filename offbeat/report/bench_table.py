@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -215,11 +216,16 @@ def _against_ddp(adl: RowRecord, ddp: RowRecord, late: str) -> str:
 
 def notes(record: Record) -> list[str]:
     """What each row's figures mean, and what holds for all."""
-    rows: dict[str, list[str]] = {}
-    for row in measured(record).values():
+    return [*noted(measured(record).values()), *common_notes(record)]
+
+
+def noted(rows: Iterable[RowRecord]) -> list[str]:
+    """The notes of rows; those with the same one share a line."""
+    titles: dict[str, dict[str, None]] = {}
+    for row in rows:
         if row["note"]:
-            rows.setdefault(row["note"], []).append(row["title"])
-    return [*(f"{'; '.join(titles)}: {note}" for note, titles in rows.items()), *common_notes(record)]
+            titles.setdefault(row["note"], {})[row["title"]] = None
+    return [f"{'; '.join(names)}: {note}" for note, names in titles.items()]
 
 
 def common_notes(record: Record) -> list[str]:

@@ -17,7 +17,6 @@ from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs.launch import check_cores, joined_group
-from offbeat.runs.provenance import gpu_name
 from offbeat.runs.train import file_name
 from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
@@ -333,11 +332,9 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
     load = load_here()
-    made = origin()
     if setting.device == "cuda":
         check_gpu()
-        made["machine"] = f"{gpu_name()}, {made['machine']}"
-    made["machine"] = machines.described(made["machine"])
+    made = origin(on_gpu=setting.device == "cuda")
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
     setting = request.placed(setting, rows, earlier, runner)

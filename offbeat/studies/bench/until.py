@@ -435,7 +435,6 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     trained = TrainedRow.all_of(rows, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
-    made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     settings = {**identity(request, setting), **settings_of_request(request, data)}
     if request.every:
