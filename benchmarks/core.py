@@ -7,7 +7,7 @@
 Every round times each of these in turn, a few batches each, one pinned core a stage:
 
     pipeline    ADL on K processes
-    bound       the same stages computing at the same time on canned messages, nothing sent: the slowest one
+    bound       the same stages computing at the same time on fixed messages, nothing sent: the slowest one
     bp          a hand-written SGD loop in one process on one core
     bp-cores    the same loop on K cores
     simulate    our simulator at K=1 on one core
@@ -32,7 +32,7 @@ from torch import nn
 
 import offbeat
 from offbeat import models
-from offbeat.studies.bench.contenders import unlinked
+from offbeat.studies.bench.contenders import without_messages
 from offbeat.studies.bench.timing import pin, ratio, sgd, timed
 from offbeat.studies.plan import Measured, make_plan
 
@@ -79,7 +79,7 @@ def worker(options: argparse.Namespace) -> None:
     say("filling the pipeline")
     for _ in range(4 * K):
         pipe.step(x, y)
-    bound = unlinked(pipe, rank, lambda: pipe.step(x, y))
+    bound = without_messages(pipe, rank, lambda: pipe.step(x, y))
     optimizer = sgd(plain.parameters())
     one = offbeat.Pipeline(alone, 1, method="bp", loss=loss, optimizer=sgd, engine="simulate")
 

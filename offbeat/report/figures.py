@@ -11,7 +11,7 @@ import altair as alt
 from offbeat.method import Method
 from offbeat.ops import Backward, Forward, Update
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines
-from offbeat.report.curves import clock, points
+from offbeat.report.curves import points
 from offbeat.report.formatting import size
 from offbeat.report.read import mapping, mappings, numbers
 from offbeat.report.style import colour, shade
@@ -35,7 +35,7 @@ def curve_lines(runs: Curves, times: Curves | None = None, *, task: LearningTask
     drawn = []
     for place, (name, curves) in enumerate(runs.items()):
         found = points(curves)
-        across = [point.epoch for point in found] if times is None else clock(times[name])
+        across = range(1, len(found) + 1) if times is None else [point.middle / 60 for point in points(times[name])]
         band = [(point.lowest, point.highest) for point in found] if len(curves) > 1 else []
         values = [(float(at), point.middle) for at, point in zip(across, found, strict=True)]
         drawn.append(

@@ -35,7 +35,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
         replicas = f" replicas={recipe.replicas}" if recipe.replicas > 1 else ""
         network = f" {recipe.model}" if several else ""
         made[_key(recipe)] = f"{recipe.method} K={recipe.K}{replicas}{accumulated}{network}"
-    for name in MORE:
+    for name in DISTINGUISHING:
         values = {_key(recipe): getattr(recipe, name) for recipe in known}
         before = dict(made)
         for key, label in before.items():
@@ -47,7 +47,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 MOST_POINTS = 1200  # of a chart of curves: four lines of 300 epochs
 # settings by which runs of a method are told apart, and those that change no result
-MORE = (
+DISTINGUISHING = (
     "data",
     "batch_size",
     "weights",
@@ -63,12 +63,12 @@ MORE = (
     "messages",
     "threads_per_stage",
 )
-BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")
+WITHOUT_EFFECT = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")
 
 
 def _key(recipe: Recipe) -> str:
     """Equal for recipes that differ only in their seed, or in settings that change no result."""
-    return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
+    return str({name: value for name, value in recipe.as_dict().items() if name not in WITHOUT_EFFECT})
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:

@@ -14,7 +14,7 @@ from offbeat.report.formatting import size
 from offbeat.report.read import DiagnosisLine, RunRecord
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
-from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
+from offbeat.report.traces import Trace, costs_from_shares, planned, planned_idle, usable
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import share_of_decrease
 
@@ -175,7 +175,9 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
     costs = trace.costs(method)
     if not usable(costs):
         return section.add(missing("no plan next to it: the trace has no forward or backward of some stage"))
-    first = next((spell.batch for spell in sorted(cut.of(1, "forward"), key=lambda spell: spell.start)), None)
+    first = next(
+        (interval.batch for interval in sorted(cut.of(1, "forward"), key=lambda interval: interval.start)), None
+    )
     plan = planned(method, costs, turns=turns, length=cut.length, first=first)
     caption = (
         "The same stretch of time by the clock: the recorded median of each operation, each as soon as its message is "
@@ -193,7 +195,10 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
 
 
 def _lanes(trace: Trace, length: float, scale: float, unit: str) -> LayerChart:
-    drawn = [Box(spell.k, spell.kind, spell.start / scale, spell.end / scale, spell.batch) for spell in trace.spells]
+    drawn = [
+        Box(interval.k, interval.kind, interval.start / scale, interval.end / scale, interval.batch)
+        for interval in trace.intervals
+    ]
     return lanes(drawn, K=trace.K, unit=unit, length=length / scale)
 
 
@@ -204,7 +209,7 @@ def turns_of(K: int) -> int:
 
 def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[CutStage] | None) -> None:
     known = made is not None and all(part.flops > 0 for part in made)
-    costs = alike([part.flops for part in made] if made and known else [1.0] * recipe.K)
+    costs = costs_from_shares([part.flops for part in made] if made and known else [1.0] * recipe.K)
     plan = planned(recipe.make_method(), costs, turns=turns_of(recipe.K))
     by = "forwards by their FLOPs" if known else "equal stages"
     caption = f"By the clock, in steady state: {by}, B = 2F, messages without delay."

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import first_line
 from offbeat.report import comparison as compared
 from offbeat.report import overview
 from offbeat.report import reproduction as reproduced
 from offbeat.report.formatting import counted
-from offbeat.report.read import RunRecord, mapping, mappings, read_json, read_run
+from offbeat.report.read import INCOMPLETE, RunRecord, mapping, mappings, read_json, read_run
 from offbeat.report.sections import Block, ReportPart, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.runs import tables as recipes
@@ -110,7 +110,7 @@ def comparison(folder: Path, name: str) -> ReportPart:
     first = Section("What was run")
     try:
         found = compared.read(folder)
-    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except INCOMPLETE as error:
         problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
         errors = overview.results(groups)
         title = folder.name
@@ -143,7 +143,7 @@ def reproduction(folder: Path, name: str) -> ReportPart:
         made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
         images = content.get("images") and recipes.Images(**content["images"])
         found = reproduced.read(folder, known, made, {}, content["settings"], provenance, images)
-    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except INCOMPLETE as error:
         why = first_line(error)
         problems.append(f"the paper's table cannot be shown beside the runs ({why}): they are shown as they are")
         sections.append(overview.results(groups))
@@ -152,15 +152,9 @@ def reproduction(folder: Path, name: str) -> ReportPart:
         title = found.title
         groups = {row.name: groups[row.name] for row in found.rows if row.name in groups}
         first.add(_reproduced(found))
-        task = found.learning_task
-        columns = reproduced.columns(found)
-        section = Section(*_RESULTS[task.name])
-        if found.rows:
-            cells = [reproduced.cells(row, task) for row in found.rows]
-            rows = [
-                {**{name: cell[name] for name in columns}, "setting": row.setting}
-                for cell, row in zip(cells, found.rows, strict=True)
-            ]
+        section = Section(*_RESULTS[found.learning_task.name])
+        lines = zip(reproduced.lines_of(found), found.rows, strict=True)
+        if rows := [{**line, "setting": row.setting} for line, row in lines]:
             section.add(table(rows, names=("state", "setting")))
         sections.append(section.add(notes(found.notes)))
     for problem in problems:

@@ -68,7 +68,7 @@ class Bench:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
-    thrifty: bool = False
+    short_of_memory: bool = False
     batches: int = 0
     rounds: int = 0
     load: float = 0.0  # of other processes, before anything was started here
@@ -174,7 +174,7 @@ class Bench:
             "first": first,
         }
         self.runner.report(f"{row.name} is ready, {1000 * first:.0f} ms per batch")
-        self._rest(workers)
+        self._release(workers)
 
     def _earlier(self, row: BenchRow) -> dict[str, Any]:
         """What the record that this continues has of a row."""
@@ -230,7 +230,7 @@ class Bench:
             bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
             self.runner.report(f"bound of {row.name}: {1000 * max(stages):.0f} ms per {unit}")
         found["staleness_measured"] = [level for answer in workers.ask("look") for level in answer["staleness"]]
-        self._rest(workers)
+        self._release(workers)
 
     def _warm_up(self, row: BenchRow) -> int:
         """Batches that are not timed. Stages that do not wait for each other need two: each then is as far ahead of
@@ -253,16 +253,16 @@ class Bench:
     def _there(self) -> list[BenchRow]:
         return [row for row in self.rows if row.name in self.groups]
 
-    def _rest(self, workers: WorkerGroup) -> None:
+    def _release(self, workers: WorkerGroup) -> None:
         """Where memory is short, only the row that is timed holds batches in flight."""
-        if not self.thrifty and memory_left() < SPARE:
+        if not self.short_of_memory and memory_left() < SPARE:
             self.runner.report("memory is short: rows release theirs between rounds, and are filled again")
-            self.thrifty = True
+            self.short_of_memory = True
             for other in self.groups.values():
                 if other.row.name in self.found:
-                    other.ask("rest")
-        if self.thrifty:
-            workers.ask("rest")
+                    other.ask("release")
+        if self.short_of_memory:
+            workers.ask("release")
 
     def _isolated(self, row: BenchRow) -> AbstractContextManager[None]:
         return isolated(partial(self._leave_out, row), errors=RowFailedError)

@@ -208,7 +208,7 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
 
 def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
     """Time per batch and memory: of the method on K x R workers, of back-propagation on one; and of the stages that
-    compute at the same time on canned messages, seconds per batch each.
+    compute at the same time on fixed messages, seconds per batch each.
 
     A repetition times both, one after the other, so that what else the machine does slows down both.
     """
@@ -231,7 +231,7 @@ def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_s
             seconds.append(max(each))
             busy["time"].append(processor)
             looked = workers.ask("look")
-            memory = memory or [found["memory"] for found in looked]  # before stages on canned messages are made
+            memory = memory or [found["memory"] for found in looked]  # before stages on fixed messages are made
             if several:
                 each, processor = workers.seconds(warm_up, batches, what="bound")
                 at_once.append(each)

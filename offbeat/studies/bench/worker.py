@@ -4,8 +4,8 @@
     {"build": m}                    make the contender anew (m micro-batches), and fill it
     {"sent": null}                  -> {"bytes": ..} that it sends for a batch
     {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} per batch: of the clock, and of the processor
-    {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
-    {"rest": null}                  give its memory back; it is built again when it is next timed
+    {"bound": [warm_up, batches]}   the same of its stage alone, on fixed messages
+    {"release": null}                  give its memory back; it is built again when it is next timed
     {"look": null}                  -> {"memory": .., "staleness": [..]}
     {"begin": {...}}                make the row anew and train it on data (row_training.py) -> {"weights": hash}
     {"train": updates}              -> {"seconds": ..} of these updates
@@ -32,7 +32,7 @@ from torch import nn
 from offbeat.core.links.network import connect
 from offbeat.errors import NotFinite, StageLost, first_line
 from offbeat.runs import launch
-from offbeat.studies.bench.contenders import Contender, Ours, Task, make
+from offbeat.studies.bench.contenders import Contender, PipelineRow, Task, make
 from offbeat.studies.bench.row_training import RowTraining
 from offbeat.studies.bench.rows import BenchSetting, cores_here, of_row, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
@@ -59,11 +59,11 @@ class RowWorker:
         self.empty = resident()
         self.m: int | None = None
         self.contender: Contender | None = None
-        self.unlinked: Callable[[], None] | None = None
+        self.without_messages: Callable[[], None] | None = None
         self.training: RowTraining | None = None
 
     def on_build(self, m: int | None) -> dict[str, Any]:
-        self.on_rest()
+        self.on_release()
         fresh = forget_peak()
         self.m = m
         self._made()
@@ -92,12 +92,12 @@ class RowWorker:
 
     def on_bound(self, given: list[int]) -> dict[str, Any]:
         contender = self._made()
-        assert isinstance(contender, Ours)
-        if self.unlinked is None:
-            self.unlinked = contender.unlinked()
+        assert isinstance(contender, PipelineRow)
+        if self.without_messages is None:
+            self.without_messages = contender.without_messages()
             for _ in range(contender.fill):
-                self.unlinked()
-        return self._timed(self.unlinked, given)
+                self.without_messages()
+        return self._timed(self.without_messages, given)
 
     def on_look(self, _: Any = None) -> dict[str, Any]:
         used = torch.cuda.max_memory_allocated() if self.on_gpu else max(0, peak() - self.empty)
@@ -105,7 +105,7 @@ class RowWorker:
         return {"memory": used, "staleness": staleness}
 
     def on_begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        self.on_rest()
+        self.on_release()
         self.training = RowTraining.of(self.row, self.setting, self.rank, given)
         return {"weights": self.training.weights}
 
@@ -120,11 +120,11 @@ class RowWorker:
         assert self.training is not None
         return {"found": self.training.evaluate(), "order": self.training.order}
 
-    def on_rest(self, _: Any = None) -> dict[str, Any]:
+    def on_release(self, _: Any = None) -> dict[str, Any]:
         if self.contender:
             self.wait()
             self.contender.close()
-        self.contender = self.unlinked = None
+        self.contender = self.without_messages = None
         forget_peak()
         return {}
 
