@@ -165,14 +165,8 @@ def asked(all_of: Joined) -> dict[str, set[int]]:
         request = reproducing.ReproductionRequest(
             table=all_of.table.name,
             only=option(command, "--only"),
-            epochs=None,
             seeds=int(option(command, "--seeds") or 1),
             first_seed=int(option(command, "--first-seed") or 0),
-            minutes=None,
-            together=1,
-            data=None,
-            out=None,
-            running={},
         )
         for row in reproducing.rows_of(request)[1]:
             seeds.setdefault(row.name, set()).update(request.seeds_trained)

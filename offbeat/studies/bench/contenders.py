@@ -320,7 +320,7 @@ class PipelineRow:
         if not self.alone and self.task.scheduler is None:  # timed as it is after a staleness warm-up
             method = method.after_warmup
         units: Any = setting.units
-        recorded = on_gpu and not (self.alone and self.row.cores == "one")
+        recorded = on_gpu and not (self.alone and not self.row.all_cores)
         self.pipe = Pipeline(
             self.task.model,
             K,

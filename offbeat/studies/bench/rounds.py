@@ -108,7 +108,7 @@ class Bench:
         Rows without micro-batches are built at the same time, as far as there are cores: nothing of it is compared.
         """
         groups = [self.groups[row.name] for row in self._there()]
-        plain = [workers for workers in groups if not workers.row.swept and workers.row.cores == "one"]
+        plain = [workers for workers in groups if not workers.row.swept and not workers.row.all_cores]
         for at in range(0, len(plain), self._side_by_side()):
             self._fill_together(plain[at : at + self._side_by_side()])
         for workers in [workers for workers in groups if workers not in plain]:
@@ -243,7 +243,7 @@ class Bench:
     def _timed(self, row: BenchRow, batches: int) -> int:
         """One worker takes as long for one batch as K workers for K batches; a GPU takes milliseconds."""
         on_gpu = self.setting.device != "cpu"
-        if row.workers == "one":
+        if row.alone:
             return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
         m = self.groups[row.name].m
         batches *= (GPU_TIMES if on_gpu else 1) * batches_per_update(row, self.setting, m)

@@ -16,7 +16,6 @@ from offbeat.method import Method
 from offbeat.methods import named, parsed, settings_of, with_settings
 from offbeat.settings import shown
 
-Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
 BASELINE, OURS = "bp", "adl"  # what all others are compared with
 ALWAYS = (BASELINE, OURS)
@@ -28,8 +27,7 @@ class BenchRow:
     """One way to train.
 
     setting   of its kind: a schedule of torch.distributed.pipelining, or a method of this package
-    workers   "one", or "K"
-    cores     of a worker: "one", or "all"
+    all_cores whether a worker has all cores, not one
     swept     whether the number of micro-batches is to be found first
     micro     whether an update is one batch, which is split into M micro-batches
     recompute whether stages hold inputs instead of graphs
@@ -38,37 +36,46 @@ class BenchRow:
 
     name: str
     title: str
-    family: Family
     kind: Kind
     setting: str = ""
-    workers: Literal["one", "K"] = "K"
-    cores: Literal["one", "all"] = "one"
+    all_cores: bool = False
     swept: bool = False
     micro: bool = False
     recompute: bool = False
     bounds: bool = False
     on_gpu: bool = False  # there alone
 
+    @property
+    def family(self) -> Literal["bp", "torch", "offbeat"]:
+        if self.kind == "loop" or self.setting == "bp":
+            return "bp"
+        return "offbeat" if self.kind == "pipeline" else "torch"
+
+    @property
+    def alone(self) -> bool:
+        """Whether one worker trains the whole network, where others have K."""
+        return self.kind == "loop"
+
     def title_on(self, device: str) -> str:
         return self.title if device == "cpu" or self.on_gpu else ON_GPU.get(self.name, f"{self.title}, on streams")
 
 
 def _torch(name: str, title: str, schedule: str) -> BenchRow:
-    return BenchRow(name, f"torch pipelining, {title}", "torch", "pipelining", schedule, swept=True)
+    return BenchRow(name, f"torch pipelining, {title}", "pipelining", schedule, swept=True)
 
 
 def _ours(name: str, title: str, method: str = "", **more: bool) -> BenchRow:
-    return BenchRow(name, f"Offbeat {title}", "offbeat", "pipeline", method or name, **more)  # type: ignore[arg-type]
+    return BenchRow(name, f"Offbeat {title}", "pipeline", method or name, **more)
 
 
 LISTED = (
-    BenchRow("bp", "BP, one worker", "bp", "loop", workers="one"),
-    BenchRow("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
-    BenchRow("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
+    BenchRow("bp", "BP, one worker", "loop"),
+    BenchRow("bp-cores", "BP, all cores", "loop", all_cores=True),
+    BenchRow("bp-windows", "BP, windows at once", "pipeline", "bp", on_gpu=True),
     _torch("torch-gpipe", "GPipe", "ScheduleGPipe"),
     _torch("torch-1f1b", "1F1B", "Schedule1F1B"),
     _torch("torch-interleaved", "interleaved 1F1B", "ScheduleInterleaved1F1B"),
-    BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
+    BenchRow("ddp", "torch DistributedDataParallel", "ddp"),
     _ours("adl", "ADL", bounds=True),
     _ours("adl-micro", "ADL, micro-batches", "adl", swept=True, micro=True, bounds=True),
     _ours("adl-recompute", "ADL, micro-batches, recompute", "adl", swept=True, micro=True, recompute=True),
@@ -299,13 +306,8 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1, be
     micro-batches."""
     parts = []
     if row.kind == "loop":
-        parts.append(
-            "a hand-written loop"
-            if setting.device == "cpu"
-            else "recorded as CUDA graphs"
-            if row.cores == "all"
-            else "eager"
-        )
+        on_gpu = "recorded as CUDA graphs" if row.all_cores else "eager"
+        parts.append("a hand-written loop" if setting.device == "cpu" else on_gpu)
     if m:
         best = best if tried > 1 else "no other number tried"
         update = "an update is one batch, in " if row.micro else ""
@@ -347,7 +349,7 @@ def described(
         "name": row.name,
         "title": title_of(row, setting, m),
         "exact": not any(levels),
-        "workers": K if row.workers == "K" else 1,
+        "workers": 1 if row.alone else K,
         "staleness": levels,
         "samples_per_update": samples_per_update(row, setting, m),
         "micro_batches": m,

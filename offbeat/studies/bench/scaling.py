@@ -85,20 +85,8 @@ class ScalingRequest:
 
     def setting(self) -> BenchSetting:
         """What all points share, checked."""
-        check_numbers(
-            self.minutes,
-            {
-                "K": [self.K],
-                "M": [1 if self.M is None else self.M],
-                "batch_size": [self.batch_size],
-                "stages": self.stages,
-                "replicas": self.replicas,
-                "batch_sizes": self.batch_sizes,
-                "most_stages": [self.most_stages],
-                "repetitions": [self.repetitions],
-                "batches": [self.batches],
-            },
-        )
+        names = ("K", "M", "batch_size", "stages", "replicas", "batch_sizes", "most_stages", "repetitions", "batches")
+        check_numbers(self.minutes, {name: getattr(self, name) for name in names})
         if self.most_stages < STAGES[1]:
             raise UserError(f"most_stages={self.most_stages}: use {STAGES[1]} or more for a sweep")
         name, settings = parsed(self.method, M=self.M)

@@ -150,11 +150,8 @@ class UntilRequest(BenchRequest):
     def check(self) -> None:
         """Refuse what is wrong before the data are opened."""
         metric = self.target.metric
-        every = 1 if self.every is None else self.every
-        numbers = {"samples": self.samples, "every": every, "validation_samples": self.validation_samples}
-        sizes = {"batch_size": self.batch_size, "batch_per_update": self.batch_per_update}
-        numbers |= {name: size for name, size in sizes.items() if size is not None}
-        check_numbers(None, {name: [number] for name, number in numbers.items()})
+        names = ("samples", "every", "validation_samples", "batch_size", "batch_per_update")
+        check_numbers(None, {name: getattr(self, name) for name in names})
         if self.seed < 0:
             raise UserError(f"seed={self.seed}: use a whole number from 0 up")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
@@ -389,9 +386,9 @@ def chosen_number(row: BenchRow, sweep: Mapping[int, float]) -> int | None:
     largest that takes about as long, as `method="auto"` chooses M, since they are then less late.
 
     >>> seconds = {4: 0.105, 8: 0.1, 16: 0.11, 32: 0.2}
-    >>> chosen_number(BenchRow("gpipe", "", "offbeat", "pipeline", "gpipe", swept=True), seconds)
+    >>> chosen_number(BenchRow("gpipe", "", "pipeline", "gpipe", swept=True), seconds)
     8
-    >>> chosen_number(BenchRow("adl", "", "offbeat", "pipeline", "adl", swept=True, micro=True), seconds)
+    >>> chosen_number(BenchRow("adl", "", "pipeline", "adl", swept=True, micro=True), seconds)
     16
     """
     if not sweep:

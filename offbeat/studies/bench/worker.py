@@ -48,7 +48,7 @@ class RowWorker:
         self.on_gpu = self.setting.device != "cpu"
         pin(set(start["cores"] or own_core()))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(start["threads"])
-        if self.row.workers == "K" and not self.on_gpu:
+        if not self.row.alone and not self.on_gpu:
             join(start["store"], self.rank, start["world"])
         if self.on_gpu:
             torch.zeros(1, device=self.setting.device)

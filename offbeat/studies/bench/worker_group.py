@@ -122,13 +122,13 @@ class WorkerGroup(Workers):
         super().__init__(patience)
         self.row, self.setting, self.folder, self.fork_server = row, setting, folder, fork_server
         self.first_core = first_core
-        self.count = setting.K * setting.replicas if row.workers == "K" and setting.device == "cpu" else 1
+        self.count = setting.K * setting.replicas if not row.alone and setting.device == "cpu" else 1
         self.m: int | None = None
 
     def start(self) -> None:
         """Start them and send them their ranks; `ready` waits until they have started."""
         cores = cores_here()
-        threads = len(cores) if self.row.cores == "all" else 1
+        threads = len(cores) if self.row.all_cores else 1
         loopback = LOOPBACK_INTERFACE.get(sys.platform)
         surroundings = {"OMP_NUM_THREADS": str(threads)}
         if self.setting.device != "cpu":
@@ -139,7 +139,7 @@ class WorkerGroup(Workers):
         for rank in range(self.count):
             self.processes.append(self.fork_server.spawn(surroundings, self.errors(rank), rank))
             mine = None if joined_group() else [cores[(self.first_core + rank) % len(cores)]]  # None: of its process
-            if self.row.cores == "all" or self.setting.device != "cpu":
+            if self.row.all_cores or self.setting.device != "cpu":
                 mine = cores
             self.send(
                 rank,
