@@ -323,5 +323,5 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    wanted = pages()
+    wanted = dict(sorted(pages().items()))
     publish(wanted, COMMAND, left_over=set(FOLDER.glob("*.md")) - set(wanted))
