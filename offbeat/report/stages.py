@@ -175,9 +175,7 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
     costs = trace.costs(method)
     if not usable(costs):
         return section.add(missing("no plan next to it: the trace has no forward or backward of some stage"))
-    first = next(
-        (interval.batch for interval in sorted(cut.of(1, "forward"), key=lambda interval: interval.start)), None
-    )
+    first = next((one.batch for one in sorted(cut.of(1, "forward"), key=lambda one: one.start)), None)
     plan = planned(method, costs, turns=turns, length=cut.length, first=first)
     caption = (
         "The same stretch of time by the clock: the recorded median of each operation, each as soon as its message is "
@@ -195,10 +193,7 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
 
 
 def _lanes(trace: Trace, length: float, scale: float, unit: str) -> LayerChart:
-    drawn = [
-        Box(interval.k, interval.kind, interval.start / scale, interval.end / scale, interval.batch)
-        for interval in trace.intervals
-    ]
+    drawn = [Box(one.k, one.kind, one.start / scale, one.end / scale, one.batch) for one in trace.intervals]
     return lanes(drawn, K=trace.K, unit=unit, length=length / scale)
 
 

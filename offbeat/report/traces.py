@@ -41,21 +41,21 @@ class Trace:
 
     def window(self) -> tuple[float, float]:
         """When all stages were being recorded: from the last that began to the first that ended."""
-        begins = [min(interval.start for interval in self.of(k)) for k in self.stages]
-        ends = [max(interval.end for interval in self.of(k)) for k in self.stages]
+        begins = [min(one.start for one in self.of(k)) for k in self.stages]
+        ends = [max(one.end for one in self.of(k)) for k in self.stages]
         return (max(begins), min(ends)) if max(begins) < min(ends) else (min(begins), max(ends))
 
     @property
     def stages(self) -> list[int]:
         """Those that have been recorded."""
-        return sorted({interval.k for interval in self.intervals})
+        return sorted({one.k for one in self.intervals})
 
     def of(self, k: int, *kinds: str) -> list[Interval]:
-        return [interval for interval in self.intervals if interval.k == k and (not kinds or interval.kind in kinds)]
+        return [one for one in self.intervals if one.k == k and (not kinds or one.kind in kinds)]
 
     def seconds(self, k: int, kind: str) -> float:
         """The median; 0 where the stage did no such thing."""
-        found = [interval.end - interval.start for interval in self.of(k, kind)]
+        found = [one.end - one.start for one in self.of(k, kind)]
         return median(found) if found else 0.0
 
     def idle(self) -> list[float | None]:
@@ -66,7 +66,7 @@ class Trace:
         start, end = self.window()
         shares: list[float | None] = []
         for k in range(1, self.K + 1):
-            busy = covered(((interval.start, interval.end) for interval in self.of(k, *BUSY)), start, end)
+            busy = covered(((one.start, one.end) for one in self.of(k, *BUSY)), start, end)
             shares.append(1 - busy / (end - start) if self.of(k) and end > start else None)
         return shares
 
@@ -82,26 +82,22 @@ class Trace:
 
     def excerpt(self, turns: int) -> Trace:
         """The stretch of median length among those of `turns` turns of stage 1; from the start of a forward, at 0."""
-        starts = sorted(interval.start for interval in self.of(1, "forward"))
+        starts = sorted(one.start for one in self.of(1, "forward"))
         stretches = sorted(zip(starts, starts[turns:], strict=False), key=lambda stretch: stretch[1] - stretch[0])
         if stretches:
             return self.between(*stretches[len(stretches) // 2])
-        return self.between(starts[0] if starts else self.window()[0], max(interval.end for interval in self.intervals))
+        return self.between(starts[0] if starts else self.window()[0], max(one.end for one in self.intervals))
 
     def between(self, start: float, end: float) -> Trace:
         """What happened then, cut off at both ends; time begins at 0."""
-        kept = [interval for interval in self.intervals if interval.end > start and interval.start < end]
+        kept = [one for one in self.intervals if one.end > start and one.start < end]
         return Trace(
-            self.K,
-            [
-                replace(interval, start=max(interval.start, start) - start, end=min(interval.end, end) - start)
-                for interval in kept
-            ],
+            self.K, [replace(one, start=max(one.start, start) - start, end=min(one.end, end) - start) for one in kept]
         )
 
     @property
     def length(self) -> float:
-        return max((interval.end for interval in self.intervals), default=0.0)
+        return max((one.end for one in self.intervals), default=0.0)
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
@@ -141,7 +137,7 @@ def read_trace(content: Any) -> Trace:
         raise UserError("it has no operations")
     other = content.get("otherData")
     other = other if isinstance(other, dict) else {}
-    most = max(interval.k for interval in intervals)
+    most = max(one.k for one in intervals)
     K = max(other["K"], most) if _whole(other.get("K")) else most
     idle: Any = other.get("idle")
     fits = isinstance(idle, list) and len(idle) == K and all(finite(share) and 0 <= share <= 1 for share in idle)
@@ -195,10 +191,7 @@ def planned(
     ]
     shown = Trace(K, intervals).between(start, start + length)
     shift = 0 if first is None else first - fill * method.m
-    moved = [
-        interval if interval.batch is None else replace(interval, batch=interval.batch + shift)
-        for interval in shown.intervals
-    ]
+    moved = [one if one.batch is None else replace(one, batch=one.batch + shift) for one in shown.intervals]
     return Trace(K, moved)
 
 
@@ -206,9 +199,7 @@ def planned_idle(plan: Trace) -> list[float]:
     """Share of the planned time in which each stage waits."""
     length = plan.length
     return [
-        1 - covered(((interval.start, interval.end) for interval in plan.of(k, *BUSY)), 0.0, length) / length
-        if length
-        else 0.0
+        1 - covered(((one.start, one.end) for one in plan.of(k, *BUSY)), 0.0, length) / length if length else 0.0
         for k in range(1, plan.K + 1)
     ]
 

@@ -27,7 +27,7 @@ def test_a_trace_by_the_contract_is_read_in_seconds_a_stage_each(recorded):
     first = recorded.of(1, "forward")[0]
     assert (first.batch, first.start) == (0, 0.0)
     assert isclose(first.end, 0.0099)
-    assert [interval.batch for interval in recorded.of(3, "backward")] == list(range(60))
+    assert [one.batch for one in recorded.of(3, "backward")] == list(range(60))
 
 
 def test_the_costs_of_the_clock_are_the_medians_of_the_trace(recorded):
@@ -71,7 +71,7 @@ def test_the_plan_of_a_method_is_its_steady_state(method, K):
     costs = balanced(K)
     plan = planned(made_method, costs, turns=12)
     assert isclose(plan.length, 12 * period(made_method, costs), rel_tol=0.02)
-    busy = [sum(interval.end - interval.start for interval in plan.of(k)) / plan.length for k in range(1, K + 1)]
+    busy = [sum(one.end - one.start for one in plan.of(k)) / plan.length for k in range(1, K + 1)]
     assert planned_idle(plan) == pytest.approx([1 - share for share in busy], abs=1e-9)
 
 
@@ -85,19 +85,15 @@ def test_a_plan_beside_a_trace_calls_its_batches_alike_and_updates_where_it_does
     cut = recorded.excerpt(6)
     first = cut.of(1, "forward")[0].batch
     plan = planned(method, recorded.costs(method), turns=6, length=cut.length, first=first)
-    assert [interval.batch for interval in plan.of(1, "forward")][:5] == [
-        interval.batch for interval in cut.of(1, "forward")
-    ][:5]
-    assert [interval.batch for interval in plan.of(1, "backward")][:5] == [
-        interval.batch for interval in cut.of(1, "backward")
-    ][:5]
+    assert [one.batch for one in plan.of(1, "forward")][:5] == [one.batch for one in cut.of(1, "forward")][:5]
+    assert [one.batch for one in plan.of(1, "backward")][:5] == [one.batch for one in cut.of(1, "backward")][:5]
     assert len(plan.of(1, "update")) == pytest.approx(len(cut.of(1, "update")), abs=1)
 
 
 def test_the_stretch_that_is_shown_is_the_one_of_median_length():
     starts = [0.0, 1.0, 8.0, 10.0]  # turns of 1, 7 and 2
     cut = Trace(1, [Interval(1, "forward", start, start + 0.5, t) for t, start in enumerate(starts)]).excerpt(1)
-    assert [(interval.batch, interval.start, interval.end) for interval in cut.intervals] == [(2, 0.0, 0.5)]
+    assert [(one.batch, one.start, one.end) for one in cut.intervals] == [(2, 0.0, 0.5)]
 
 
 def test_a_trace_with_too_few_turns_is_shown_whole(recorded):
