@@ -27,11 +27,11 @@ from offbeat import models
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
-from offbeat.partitioning import Profile, solve
+from offbeat.partitioning import Profile
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.runs.launch import joined_group
 from offbeat.runs.train import file_name
-from offbeat.studies.bench.cuts import counted, measured
+from offbeat.studies.bench.cuts import best_cuts, counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
 from offbeat.studies.bench.records import folder_for, origin, stored
@@ -162,11 +162,6 @@ def kept_by(method: Method, setting: BenchSetting, costs: Profile, cuts: tuple[i
         "versions": kept.versions,
         "memory_counted": [kept.bytes(costs, k, *piece) for k, piece in enumerate(pieces, 1)],
     }
-
-
-def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
-    """The cuts that balance, or None where there are too few units."""
-    return solve(costs.costs(), K, legal=costs.legal_cuts).cuts if len(costs.legal_cuts) + 1 >= K else None
 
 
 # ---- measured
