@@ -9,12 +9,11 @@ Usage:
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import typer
-from page import ROOT, prose
+from page import ROOT, prose, publish
 
 from offbeat.cli import app
 from offbeat.report.formatting import markdown
@@ -97,16 +96,5 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> None:
-    wanted = page()
-    if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text("utf-8") != wanted:
-            sys.exit(f"{PAGE.name} is not that of offbeat/cli: run {COMMAND}")
-        return
-    if sys.argv[1:]:
-        sys.exit(f"unknown arguments {' '.join(sys.argv[1:])}: use --check, or none")
-    PAGE.write_text(wanted, "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    publish({PAGE: page()}, COMMAND)

@@ -7,7 +7,7 @@
 Every round times each of these in turn, a few batches each, one pinned core a stage:
 
     pipeline    ADL on K processes
-    bound       the same stages computing at the same time on canned messages, nothing sent: the slowest one
+    bound       the same stages computing at the same time on fixed messages, nothing sent: the slowest one
     bp          a hand-written SGD loop in one process on one core
     bp-cores    the same loop on K cores
     simulate    our simulator at K=1 on one core
@@ -19,25 +19,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import sys
 import time
-from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from start import arguments, in_processes
+from start import in_processes, origin, settings_of, write_record
 from torch import nn
 
 import offbeat
 from offbeat import models
-from offbeat.core.worker import Links, Worker
-from offbeat.runs.provenance import provenance
-from offbeat.studies.bench.timing import Canned, Tap, pin, ratio, sgd, timed
+from offbeat.studies.bench.contenders import without_messages
+from offbeat.studies.bench.timing import pin, ratio, sgd, timed
 from offbeat.studies.plan import Measured, make_plan
 
 TIMED = 8  # batches
@@ -80,30 +76,12 @@ def worker(options: argparse.Namespace) -> None:
     pipe = offbeat.Pipeline(
         model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x, cuts=cuts, units=units
     )
-    links = pipe.workers[0].links
-    taps = {name: Tap(getattr(links, name), 1) for name in ("inputs", "gradients") if getattr(links, name)}
-    for name, tap in taps.items():
-        setattr(links, name, tap)
     say("filling the pipeline")
     for _ in range(4 * K):
         pipe.step(x, y)
-    bare = pipe._local.assembler.make_stage(
-        rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None
-    )
-    unsent: Any = Canned()
-    canned = Links(
-        **{name: Canned(tap.contents, count()) for name, tap in taps.items()},  # type: ignore[arg-type]
-        outputs=unsent if rank < K - 1 else None,
-        feedback=unsent if rank else None,
-    )
-    unlinked, index = Worker(bare, pipe.method, canned), count()
-
+    bound = without_messages(pipe, rank, lambda: pipe.step(x, y))
     optimizer = sgd(plain.parameters())
     one = offbeat.Pipeline(alone, 1, method="bp", loss=loss, optimizer=sgd, engine="simulate")
-
-    def bound() -> None:
-        for _ in unlinked.iteration(next(index), wait=True):
-            pass
 
     def bp() -> None:
         optimizer.zero_grad()
@@ -203,18 +181,18 @@ def summary(
     )
     for name, (middle, least, most) in ratios.items():
         print(f"  {meaning[name]:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
-    if options.out:
-        made = {**provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
-        found = {
-            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},
+    write_record(
+        options.out,
+        {
+            "settings": settings_of(options),
             "cuts": pipe.cuts,
             "rounds": rounds,
             "ratios": ratios,
             "seconds_a_batch": times,
             "planned": planned,
-            "provenance": made,
-        }
-        Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+            "provenance": origin(),
+        },
+    )
 
 
 def main() -> None:

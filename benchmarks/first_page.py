@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 import results_gpu
 import results_network
 import results_reproduction
-from page import ROOT, Record, Records, point, records
+from page import ROOT, Picture, Record, Records, between, point, records
 from staleness_records import language_tables
 
 from offbeat.method import Method
@@ -29,7 +28,6 @@ from offbeat.timeline import Span, balanced, timeline
 
 # ---- the picture
 
-PICTURE = ROOT / "docs/timelines.svg"
 STAGES = 3
 LENGTH = 36  # of the time axis, in forwards of a stage
 BATCHES = 16  # more than any of the methods finishes in that time
@@ -73,23 +71,16 @@ def panels() -> dict[str, list[Operation]]:
     return {heading(words, those): those for words, those in drawn.items()}
 
 
-def digest() -> str:
-    return hashlib.sha256(json.dumps([panels(), STAGES, LENGTH, WIDTH]).encode()).hexdigest()
+def picture() -> Picture:
+    return Picture(ROOT / "docs/timelines.svg", json.dumps([panels(), STAGES, LENGTH, WIDTH]), svg)
 
 
-def stale() -> bool:
-    """Whether the picture was drawn from other operations, or is not there."""
-    return not PICTURE.exists() or digest() not in PICTURE.read_text()
-
-
-def draw() -> None:
-    """The panels one above the other on one time axis; the file names what it was drawn from."""
+def svg() -> str:
+    """The panels one above the other on one time axis."""
     from offbeat.report.draw import rendered
-    from offbeat.runs.record import write
 
     title = f"{STAGES} equal stages, a backward as long as two forwards, no communication"
-    content = rendered(chart(), "svg", title=title, width=None).decode()
-    write(PICTURE, content.replace("</svg>", f"<!-- drawn from {digest()} -->\n</svg>"))
+    return rendered(chart(), "svg", title=title, width=None).decode()
 
 
 def chart() -> Any:
@@ -122,15 +113,6 @@ GPU_NETWORK, GPU_BATCH = "resnet56", 32
 Cells = list[str]
 
 
-def between(values: list[float], form: Callable[[float], str]) -> str:
-    """The smallest and the largest, or the one that there is.
-
-    >>> between([1.434, 1.36], "{:.2f}".format), between([2.0], "{:.2f}".format)
-    ('1.36 to 1.43', '2.00')
-    """
-    return " to ".join(dict.fromkeys(form(value) for value in (min(values), max(values))))
-
-
 def several(values: Iterable[int], form: Callable[[int], str]) -> str:
     """Each of the values once, the smallest first.
 
@@ -151,28 +133,25 @@ def network(model: str) -> str:
 
 def gpu_rows(found: Records) -> list[Cells]:
     """ADL on one GPU against BP recorded as CUDA graphs, and against exact BP whose batches of a window run at once."""
-    for record in found.values():
-        for case in record["found"]:
-            rows = {row["name"]: row for row in case["rows"]}
-            plain = not results_gpu.how(record) and (case["model"], case["batch_size"]) == (GPU_NETWORK, GPU_BATCH)
-            if not plain or not {results_gpu.AIMED_AT, results_gpu.AT_ONCE, "BP, recorded"} <= rows.keys():
-                continue
-            settings, adl = record["settings"], rows[results_gpu.AIMED_AT]
-            setting = f"{network(case['model'])}, b={case['batch_size']}, K={adl['K']}, M={settings['M']}, "
-            setting += f"one {record['provenance']['machine']}, {settings['precision']}"
-            others = {
-                "BP recorded as CUDA graphs": rows["BP, recorded"],
-                "exact BP, the batches of an update at once": rows[results_gpu.AT_ONCE],
-            }
+    others = {
+        "BP recorded as CUDA graphs": "BP, recorded",
+        "exact BP, the batches of an update at once": results_gpu.AT_ONCE,
+    }
+    for case in results_gpu.cases_of(found):
+        plain = not results_gpu.how(case.record) and (case.model, case.batch_size) == (GPU_NETWORK, GPU_BATCH)
+        if plain and {results_gpu.AIMED_AT, *others.values()} <= case.rows.keys():
+            settings, adl = case.record["settings"], case.rows[results_gpu.AIMED_AT]
+            setting = f"{network(case.model)}, b={case.batch_size}, K={adl['K']}, M={settings['M']}, "
+            setting += f"one {case.record['provenance']['machine']}, {settings['precision']}"
             return [
                 [
                     "ms per batch",
                     setting,
                     f"{median(adl['ms']):.2f}",
-                    f"{name}: {median(other['ms']):.2f}",
-                    f"{median([b / a for a, b in zip(adl['ms'], other['ms'], strict=True)]):.2f} times as fast",
+                    f"{title}: {median(case.rows[row]['ms']):.2f}",
+                    f"{median(case.ratios(results_gpu.AIMED_AT, row)):.2f} times as fast",
                 ]
-                for name, other in others.items()
+                for title, row in others.items()
             ]
     return []
 

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -151,62 +152,21 @@ def pipeline_cases() -> dict[str, Case]:
     return cases
 
 
-SMALL = [
-    "--model",
-    "mlp",
-    "--data",
-    "synthetic",
-    "--shape",
-    "1,4,4",
-    "--samples",
-    "128",
-    "--batch-size",
-    "8",
-    "--epochs",
-    "2",
-    "--warmup",
-    "0.5",
-    "--threads-per-stage",
-    "1",
-    "--checkpoint-every",
-    "6b",
-    "--keep",
-    "20",
-    "--json",
-]
-COMMANDS: dict[str, list[str]] = {  # options of a run; "resumed": of the one that goes on from its second checkpoint
-    "train/adl": ["-K", "2", "-M", "2", "--engine", "simulate"],
-    "train/adl/resumed": [],
-    "train/adl/resumed-K3": ["-K", "3"],
-    "train/hybrid-aligned": [
-        "-K",
-        "3",
-        "-M",
-        "3",
-        "--engine",
-        "simulate",
-        "--weights",
-        "hybrid",
-        "--window",
-        "aligned",
-    ],
-    "train/hybrid-aligned/resumed": [],
-    "train/2bw-drained": [
-        "--method",
-        "2bw",
-        "-K",
-        "2",
-        "-M",
-        "4",
-        "--engine",
-        "simulate",
-        "--checkpoint-mode",
-        "drained",
-    ],
-    "train/2bw-drained/resumed": [],
-    "train/bf16-sc": ["-K", "2", "-M", "2", "--engine", "simulate", "--precision", "bf16", "--corrector", "sc"],
-    "train/processes": ["-K", "2", "-M", "2", "--engine", "processes"],
-    "train/processes/resumed": [],
+SMALL = shlex.split(
+    "--model mlp --data synthetic --shape 1,4,4 --samples 128 --batch-size 8 --epochs 2 --warmup 0.5 "
+    "--threads-per-stage 1 --checkpoint-every 6b --keep 20 --json"
+)
+COMMANDS = {  # options of a run; "resumed": of the one that goes on from its second checkpoint
+    "train/adl": "-K 2 -M 2 --engine simulate",
+    "train/adl/resumed": "",
+    "train/adl/resumed-K3": "-K 3",
+    "train/hybrid-aligned": "-K 3 -M 3 --engine simulate --weights hybrid --window aligned",
+    "train/hybrid-aligned/resumed": "",
+    "train/2bw-drained": "--method 2bw -K 2 -M 4 --engine simulate --checkpoint-mode drained",
+    "train/2bw-drained/resumed": "",
+    "train/bf16-sc": "-K 2 -M 2 --engine simulate --precision bf16 --corrector sc",
+    "train/processes": "-K 2 -M 2 --engine processes",
+    "train/processes/resumed": "",
 }
 
 
@@ -352,17 +312,8 @@ def in_processes(cases: dict[str, Case], K: int, folder: Path) -> Iterator[tuple
     """The cases of K processes, all of them in one group."""
     out = folder / f"processes-{K}"
     out.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(K),
-        __file__,
-        "--stage",
-        str(out),
-    ]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(K)]
+    command = [*start, __file__, "--stage", str(out)]
     finish(subprocess.run(command, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1")), command)
     parts = [json.loads((out / f"{rank}.json").read_text()) for rank in range(K)]
     for name in cases:
@@ -393,7 +344,7 @@ def finish(done: subprocess.CompletedProcess[str], command: list[str]) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def from_command_line(commands: dict[str, list[str]], folder: Path) -> Iterator[tuple[str, Hashes]]:
+def from_command_line(commands: dict[str, str], folder: Path) -> Iterator[tuple[str, Hashes]]:
     """A run that is named after another goes on from that one's second checkpoint."""
     for name, options in commands.items():
         out = folder / name.replace("/", "-")
@@ -402,9 +353,9 @@ def from_command_line(commands: dict[str, list[str]], folder: Path) -> Iterator[
             shutil.copytree(folder / before.replace("/", "-"), out)
             for checkpoint in sorted((out / "checkpoints").iterdir())[2:]:
                 shutil.rmtree(checkpoint)
-            given = ["--resume", str(out), "--epochs", "3", "--json", *options]
+            given = ["--resume", str(out), "--epochs", "3", "--json", *options.split()]
         else:
-            given = [*SMALL, *options, "--out", str(out)]
+            given = [*SMALL, *options.split(), "--out", str(out)]
         command = [sys.executable, "-m", "offbeat", "train", *given]
         finish(subprocess.run(command, capture_output=True, text=True, env=environment()), command)
         yield name, of_folder(out)

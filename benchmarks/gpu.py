@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from start import arguments
+from start import origin, settings_of, write_record
 from timed_pipeline import TimedPipeline, held
 from torch import nn
 
@@ -42,7 +41,6 @@ from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.graphs import join as joining
 from offbeat.graphs import recorder
-from offbeat.runs.provenance import provenance
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -201,15 +199,11 @@ def main() -> None:
     options.K = [int(K) for K in options.K.split(",")]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]
-    made = {**provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
-    if options.device == "cuda":
-        made["machine"] = torch.cuda.get_device_name()
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    whole: dict[str, Any] = {"settings": settings, "found": [], "provenance": made}
+    made = origin(on_gpu=options.device == "cuda")
+    whole: dict[str, Any] = {"settings": settings_of(options), "found": [], "provenance": made}
     for model, b in models_and_sizes:
         whole["found"].append(measured(options, model, b))
-        if options.out:  # what is measured is not lost if the next one takes too long
-            Path(options.out).write_text(json.dumps(whole, indent=1) + "\n")
+        write_record(options.out, whole)  # what is measured is not lost if the next one takes too long
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from start import arguments
+from start import origin, write_record
 
 import offbeat
 from offbeat.core import compression
-from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import make_recipe
 
 NO_FEEDBACK = "int8, no feedback"
@@ -90,8 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = Path(options.out) if options.out else None
-    made = {**provenance(), "command": ["python", "benchmarks/messages.py", *arguments()]}
-    record: dict[str, Any] = {"settings": {"tasks": TASKS, "M": M}, "runs": [], "provenance": made}
+    record: dict[str, Any] = {"settings": {"tasks": TASKS, "M": M}, "runs": [], "provenance": origin()}
     if path is not None and path.exists():
         before = json.loads(path.read_text())
         if before["settings"] != record["settings"]:
@@ -106,10 +104,7 @@ def main() -> None:
                 began = time.monotonic()
                 record["runs"].append({**key, **run(task, messages, seed)})
                 print({**record["runs"][-1], "seconds": round(time.monotonic() - began)}, flush=True)
-                if path is not None:
-                    part = path.with_suffix(".part")
-                    part.write_text(json.dumps(record, indent=1) + "\n")
-                    part.replace(path)
+                write_record(path, record)
 
 
 if __name__ == "__main__":

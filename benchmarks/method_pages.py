@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from page import ROOT, prose
+from page import ROOT, prose, publish
 
 from offbeat.cli.options import OneMethod
 from offbeat.correctors import CORRECTORS, Corrector
@@ -322,23 +322,6 @@ def pages() -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    wanted = pages()
-    there = set(FOLDER.glob("*.md"))
-    if sys.argv[1:] == ["--check"]:
-        stale = [path for path, text in wanted.items() if path not in there or path.read_text("utf-8") != text]
-        wrong = sorted(path.name for path in [*stale, *(there - set(wanted))])
-        if wrong:
-            sys.exit(f"not those of offbeat/methods, run {COMMAND}: {', '.join(wrong)}")
-        return
-    if sys.argv[1:]:
-        sys.exit(f"unknown arguments {' '.join(sys.argv[1:])}: use --check, or none")
-    FOLDER.mkdir(exist_ok=True)
-    for path in there - set(wanted):
-        path.unlink()
-    for path, text in wanted.items():
-        path.write_text(text, "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    wanted = dict(sorted(pages().items()))
+    publish(wanted, COMMAND, left_over=set(FOLDER.glob("*.md")) - set(wanted))

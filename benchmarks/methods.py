@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from core import everywhere
-from start import arguments, in_processes
+from start import in_processes, origin, settings_of, write_record
 from torch import nn
 
 import offbeat
 from offbeat import models
 from offbeat.methods import named
-from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import ratio, sgd, timed
 from offbeat.timeline import balanced, speed_up
 
@@ -103,20 +100,20 @@ def summary(options: argparse.Namespace, times: dict[str, list[float]], pipes: d
         print(f"  {name:16s} {middle:5.2f} times one core ({least:.2f}, {most:.2f}), law {rows[name]['law']:.2f}")
     order = sorted(rows, key=lambda name: rows[name]["speedup"])
     print("slowest to fastest: " + " < ".join(order))
-    if options.out:
-        made = {**provenance(), "command": ["python", "benchmarks/methods.py", *arguments()]}
-        first = next(iter(pipes.values()))
-        found = {
-            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},
+    first = next(iter(pipes.values()))
+    write_record(
+        options.out,
+        {
+            "settings": settings_of(options),
             "cuts": first.cuts,
             "units": first.units,
             "rows": rows,
             "order": order,
             "seconds_a_batch": times,
             "median_seconds": {name: median(values) for name, values in times.items()},
-            "provenance": made,
-        }
-        Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+            "provenance": origin(),
+        },
+    )
 
 
 def main() -> None:

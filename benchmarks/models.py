@@ -15,7 +15,6 @@ rule.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from start import arguments
+from start import origin, write_record
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -254,8 +253,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    command = ["python", "benchmarks/models.py", *arguments()]
-    made = provenance(command, device=options.device)
+    made = provenance(origin()["command"], device=options.device)
     rows = []
     for library, name, build in cases(device):
         if options.only and not {library, name} & set(options.only):
@@ -269,11 +267,8 @@ def main() -> None:
             f"(repeated {row['repeated']:.2g})"
         )
         print(f"{library} {name}: {summary}", flush=True)
-        if options.out:
-            settings = {"K": options.K, "device": str(device), "batch_size": ROWS, "pixels": WIDTH, "tokens": LENGTH}
-            options.out.write_text(
-                json.dumps({"provenance": made, "settings": settings, "models": rows}, indent=1) + "\n"
-            )
+        settings = {"K": options.K, "device": str(device), "batch_size": ROWS, "pixels": WIDTH, "tokens": LENGTH}
+        write_record(options.out, {"provenance": made, "settings": settings, "models": rows})
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

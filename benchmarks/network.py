@@ -20,15 +20,14 @@ import argparse
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from network_prediction import MeasuredCosts, predicted
@@ -43,9 +42,11 @@ from network_relay import (
     measured,
 )
 from network_rows import INNER_STEPS, LISTED, MEASURED, ROWS, SAMPLES, TINY, M, Network, NetworkRow
-from start import arguments as given_arguments
+from start import BEGUN, origin, say, write_record
 
-BEGUN = time.monotonic()
+from offbeat.runs.launch import LAUNCHER
+from offbeat.studies.bench.worker_group import RowFailedError, Workers
+
 PATIENCE = 300.0  # seconds until a worker must answer
 WORKER = Path(__file__).with_name("network_worker.py")
 REPEATS = 10  # of the times that predictions need
@@ -54,43 +55,39 @@ STARTING = 20.0  # seconds that the workers of a row may need
 LISTS = ("networks", "profiles", "rows")  # settings that may differ between the commands of a record
 
 
-def say(line: str) -> None:
-    print(f"[{time.monotonic() - BEGUN:5.0f} s] {line}", flush=True)
-
-
-class RowFailedError(Exception):
-    """A row cannot be timed; the reason in one line."""
-
-
 class OutOfTimeError(Exception):
     """The next measurement would end after the budget."""
 
 
-class Group:
+class HostProcess(subprocess.Popen[str]):
+    """A process on a host, with text in its pipes; in a session of its own, since Ctrl-C is for the process that writes
+    the record."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, **options)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self:
+            pass
+
+
+class Group(Workers):
     """The workers of a row, on hosts of their own or, without lines, all on the first."""
 
     def __init__(
         self, row: NetworkRow, network: Network, hosts: Hosts, *, cuts: Sequence[int], lines: bool, folder: Path
     ) -> None:
+        super().__init__(PATIENCE)
         K, cores = len(cuts) + 1, sorted(os.sched_getaffinity(0))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        place = Path(tempfile.mkdtemp(dir=folder))
-        self.errors = place / "errors"
-        self.processes: list[subprocess.Popen[str]] = []
+        self.place = Path(tempfile.mkdtemp(dir=folder))
         for rank in range(K):
-            with self.errors.open("a") as errors:
-                process = subprocess.Popen(
-                    hosts.command(rank if lines else 0, sys.executable, str(WORKER)),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C is for the process that writes the record
-                )
-            self.processes.append(process)
-            self._send(
+            command = hosts.command(rank if lines else 0, sys.executable, str(WORKER))
+            with self.errors(rank).open("w") as errors:
+                self.processes.append(HostProcess(command, stderr=errors, env=environment))
+            self.send(
                 rank,
                 {
                     "row": row.name,
@@ -98,54 +95,14 @@ class Group:
                     "K": K,
                     "rank": rank,
                     "cuts": list(cuts),
-                    "store": str(place / "store"),
+                    "store": str(self.place / "store"),
                     "interface": DEVICE if lines else "lo",
                     "core": cores[rank % len(cores)],
                 },
             )
 
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            with contextlib.suppress(BrokenPipeError), process:
-                pass
-
-    def ready(self) -> None:
-        self._receive()
-
-    def ask(self, **request: Any) -> list[dict[str, Any]]:
-        for rank in range(len(self.processes)):
-            self._send(rank, request)
-        return self._receive()
-
-    def _send(self, rank: int, request: dict[str, Any]) -> None:
-        pipe = self.processes[rank].stdin
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # one that has ended is noticed when its answer is read
-            pipe.write(json.dumps(request) + "\n")
-            pipe.flush()
-
-    def _receive(self) -> list[dict[str, Any]]:
-        waited: dict[Any, int] = {process.stdout: rank for rank, process in enumerate(self.processes)}
-        found: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + PATIENCE
-        while waited:
-            ready, _, _ = select.select(list(waited), [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RowFailedError(f"worker {min(waited.values())} did not answer within {PATIENCE:.0f} s")
-            for pipe in ready:
-                line, rank = pipe.readline(), waited.pop(pipe)
-                if not line:
-                    lines = self.errors.read_text().strip().splitlines()
-                    raise RowFailedError(f"worker {rank} has ended: {lines[-1] if lines else 'no reason'}")
-                found[rank] = json.loads(line)
-                if "failed" in found[rank]:
-                    raise RowFailedError(found[rank]["failed"])
-        return [found[rank] for rank in range(len(self.processes))]
+    def errors(self, rank: int) -> Path:
+        return self.place / f"{rank}.err"
 
 
 # ---- the record
@@ -177,9 +134,7 @@ class NetworkRecord:
             self.found.setdefault("continued", []).append(provenance)
 
     def write(self) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.found, indent=1) + "\n")
-        part.replace(self.path)
+        write_record(self.path, self.found)
 
     def has(self, **key: Any) -> bool:
         return any(key.items() <= one.items() for kind in ("measurements", "failed") for one in self.found[kind])
@@ -213,11 +168,11 @@ def time_on_line(group: Group, hosts: Hosts, profile: Profile, *, seconds: float
     on all lines per update; cores that the relay used. An update of more than the wished seconds is measured once."""
     if profile.name != LOOPBACK:
         hosts.set(profile)
-    group.ask(run=1)
+    group.ask("run", 1)
     updates = 1
     while True:
         before, began = hosts.counters(), time.monotonic()
-        answers = group.ask(run=updates)
+        answers = group.ask("run", updates)
         after, wall = hosts.counters(), time.monotonic() - began
         update = max(answer["seconds"] for answer in answers)
         if updates > 1 or update > seconds:
@@ -263,7 +218,7 @@ def measure_row(
         fits(left[0], STARTING)
         hosts.set(PROFILES[1] if lines else PROFILES[0])  # workers join on a fast line
         try:
-            with Group(row, network, hosts, cuts=cuts, lines=lines, folder=folder) as group:
+            with closing(Group(row, network, hosts, cuts=cuts, lines=lines, folder=folder)) as group:
                 group.ready()
                 for profile in left:
                     fits(profile)
@@ -286,9 +241,9 @@ def measure_costs(network: Network, cuts: Sequence[int], *, hosts: Hosts, record
     name = f"{network.name}-{len(cuts) + 1}"
     if name in record.found["costs"]:
         return
-    with Group(ROWS["adl"], network, hosts, cuts=cuts, lines=False, folder=folder) as group:
+    with closing(Group(ROWS["adl"], network, hosts, cuts=cuts, lines=False, folder=folder)) as group:
         group.ready()
-        record.found["costs"][name] = {"cuts": list(cuts), "workers": group.ask(costs=REPEATS)}
+        record.found["costs"][name] = {"cuts": list(cuts), "workers": group.ask("costs", REPEATS)}
     record.write()
     say(f"{network.name}, K={len(cuts) + 1}: stages and messages measured")
 
@@ -354,8 +309,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
-    from offbeat.runs.provenance import provenance
-
     networks = chosen(options.networks, (*MEASURED, TINY), lambda network: network.name)
     profiles = chosen(options.profiles, PROFILES, lambda profile: profile.name)
     rows = chosen(options.rows, LISTED, lambda row: row.name)
@@ -371,8 +324,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
         "tcp": hosts.tcp(),
         **({"share_cores": True} if options.share_cores else {}),
     }
-    made = provenance(["python", "benchmarks/network.py", *given_arguments()])
-    record = NetworkRecord(Path(options.out), settings, made)
+    record = NetworkRecord(Path(options.out), settings, origin())
     for profile in profiles:
         if profile.name != LOOPBACK and profile.name not in record.found["lines"]:
             record.found["lines"][profile.name] = measured(hosts, profile)

@@ -10,11 +10,7 @@ It gets lines of JSON on its standard input and answers each with one line:
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -28,16 +24,15 @@ from torch import Tensor, nn
 from offbeat.core.compression import Compression
 from offbeat.core.links import Message
 from offbeat.core.links.wire import pack
-from offbeat.errors import first_line
 from offbeat.methods import named
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench.contenders import DataParallel, Loop, Task, TorchPipelining
 from offbeat.studies.bench.rows import BenchSetting
 from offbeat.studies.bench.timing import pin, sgd, timed
+from offbeat.studies.bench.worker import serve
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the outer Nesterov SGD of local SGD
-PR_SET_PDEATHSIG = 1
 
 
 class Accumulating(DataParallel):
@@ -224,25 +219,5 @@ def _encoding(messages: Any, output: Tensor, repeats: int) -> tuple[float, list[
     return seconds, [pack(Message(0, content)).numel() for content in sent]
 
 
-def serve() -> None:
-    """Answer until the standard input closes."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no reply
-    worker: NetworkWorker | None = None
-    for line in sys.stdin:
-        request, answer = json.loads(line), dict[str, Any]()
-        try:
-            if worker is None:
-                worker = NetworkWorker(request)
-            else:
-                ((what, given),) = request.items()
-                answer = getattr(worker, f"on_{what}")(given)
-        except Exception as error:  # reported as the reason why the row has no figure
-            answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
-        print(json.dumps(answer), file=replies)
-    os._exit(0)  # whatever its communication threads still wait for
-
-
 if __name__ == "__main__":
-    serve()
+    serve(NetworkWorker)

@@ -12,22 +12,19 @@ correctors with the same one without. The stages are recorded (engine `streams`)
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from start import arguments
+from start import origin, settings_of, write_record
 from timed_pipeline import TimedPipeline
 
 from offbeat import models
 from offbeat.engines.streams import Streams
 from offbeat.runs import build
 from offbeat.runs.epochs import Epochs
-from offbeat.runs.provenance import provenance
 from offbeat.runs.tables.gpt import GPTSetting
 
 BASE = "adamw"
@@ -84,13 +81,9 @@ def main() -> None:
         ms, base = row.figures["ms"], rows[compared_with(name)]
         ratios = [one / other for one, other in zip(ms, base.figures["ms"], strict=True)]
         print(f"{name:14} {median(ms):8.3f} ms per turn, {median(ratios):.2f} times {base.name}", flush=True)
-    if options.out:
-        made: dict[str, Any] = {**provenance(), "command": ["python", "benchmarks/optimizers.py", *arguments()]}
-        if options.device == "cuda":
-            made["machine"] = torch.cuda.get_device_name()
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        record = {"settings": settings, "rows": [row.as_dict() for row in rows.values()], "provenance": made}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    made = origin(on_gpu=options.device == "cuda")
+    timed_rows = [row.as_dict() for row in rows.values()]
+    write_record(options.out, {"settings": settings_of(options), "rows": timed_rows, "provenance": made})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""What the sections of docs/results.md share: records, where they come from, and markdown."""
+"""What generated pages share: records, where they come from, markdown, pictures, and `--check`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import sys
 import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +72,70 @@ def point(*parts: str) -> str:
 
 def listed(items: list[str]) -> str:
     return "; ".join(items) if items else "none"
+
+
+def between(values: list[float], form: Callable[[float], str]) -> str:
+    """The smallest and the largest, or the one that there is.
+
+    >>> between([1.434, 1.36], "{:.2f}".format), between([2.0], "{:.2f}".format)
+    ('1.36 to 1.43', '2.00')
+    """
+    return " to ".join(dict.fromkeys(form(value) for value in (min(values), max(values))))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG file, which names the content that it shows.
+
+    content   all that is drawn in it, as text
+    svg       draws it
+    """
+
+    path: Path
+    content: str
+    svg: Callable[[], str]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def origin(self) -> str:
+        return f"<!-- drawn from {hashlib.sha256(self.content.encode()).hexdigest()} -->"
+
+    @property
+    def current(self) -> bool:
+        return self.path.exists() and self.origin in self.path.read_text()
+
+    def draw(self) -> None:
+        from offbeat.runs.record import write
+
+        write(self.path, self.svg().replace("</svg>", f"{self.origin}\n</svg>"))
+
+
+def publish(
+    pages: Mapping[Path, str],
+    command: str,
+    *,
+    pictures: Iterable[Picture] = (),
+    left_over: Iterable[Path] = (),
+    options: Iterable[str] = (),
+) -> None:
+    """Write the pages and pictures that are not current, and remove files that nothing makes any more; with --check
+    only name them. `options` are other arguments that the script takes."""
+    allowed = ["--check", *options]
+    if unknown := set(sys.argv[1:]) - {*allowed}:
+        sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use {', '.join(allowed)}, or none")
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
+    drawn = [picture for picture in pictures if not picture.current or "--picture" in sys.argv]
+    left_over = sorted(left_over)
+    if "--check" in sys.argv:
+        names = ", ".join(each.name for each in (*stale, *drawn, *left_over))
+        sys.exit(f"not current: {names}; run {command}" if names else 0)
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(pages[path], "utf-8")
+    for picture in drawn:
+        picture.draw()
+    for path in left_over:
+        path.unlink()

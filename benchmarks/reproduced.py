@@ -38,7 +38,7 @@ from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, stored_recipe
 
 DIGITS = 4  # of errors and times, behind the point
-TOLD = (
+RECIPE_FIELDS = (
     "method",
     "model",
     "K",
@@ -59,7 +59,14 @@ TOLD = (
     "fuse",
     "tune",
 )
-MADE = ("command", "commit", "machine", "gpu", "started", "versions")  # of an invocation; not the host's name
+INVOCATION_FIELDS = (
+    "command",
+    "commit",
+    "machine",
+    "gpu",
+    "started",
+    "versions",
+)  # of an invocation; not the host's name
 
 
 @dataclass(frozen=True)
@@ -158,14 +165,8 @@ def asked(all_of: Joined) -> dict[str, set[int]]:
         request = reproducing.ReproductionRequest(
             table=all_of.table.name,
             only=option(command, "--only"),
-            epochs=None,
             seeds=int(option(command, "--seeds") or 1),
             first_seed=int(option(command, "--first-seed") or 0),
-            minutes=None,
-            together=1,
-            data=None,
-            out=None,
-            running={},
         )
         for row in reproducing.rows_of(request)[1]:
             seeds.setdefault(row.name, set()).update(request.seeds_trained)
@@ -175,7 +176,7 @@ def asked(all_of: Joined) -> dict[str, set[int]]:
 # ---- the record
 
 
-def told_of(path: Path, seed: int) -> dict[str, Any]:
+def run_record(path: Path, seed: int) -> dict[str, Any]:
     """What tells a run from the others; staleness is that of its result, or of its last epoch if it has none yet."""
     recipe = make_recipe(**load(path / "config.json"))
     lines = record.lines(path)
@@ -183,7 +184,7 @@ def told_of(path: Path, seed: int) -> dict[str, Any]:
     last = ends[-1] if ends else {"kind": None, "staleness": None}
     return {
         "seed": seed,
-        **{name: getattr(recipe, name) for name in TOLD},
+        **{name: getattr(recipe, name) for name in RECIPE_FIELDS},
         "updates": [line["batches"] // recipe.M for line in lines if line["kind"] == "epoch"],
         "staleness": last["staleness"],
         "staleness_of": last["kind"],
@@ -205,7 +206,7 @@ def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:
         **content,
         "provenance": {name: value for name, value in found.provenance.items() if name != "host"},
         "tiers": {row.name: row.tier for row in all_of.rows},
-        "runs": {run: told_of(path, int(run.rpartition("-seed")[2])) for run, path in all_of.runs.items()},
+        "runs": {run: run_record(path, int(run.rpartition("-seed")[2])) for run, path in all_of.runs.items()},
         "missing": [
             {
                 "name": row.name,
@@ -219,7 +220,8 @@ def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:
         ],
         **({"text": all_of.text} if all_of.text else {}),
         "invocations": [
-            {name: one[name] for name in [*MADE, "commit_set", "gpu_set"] if name in one} for one in all_of.invocations
+            {name: one[name] for name in [*INVOCATION_FIELDS, "commit_set", "gpu_set"] if name in one}
+            for one in all_of.invocations
         ],
     }
 

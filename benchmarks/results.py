@@ -8,12 +8,10 @@ python benchmarks/results.py --balance    compute docs/results/balance.json anew
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import first_page
@@ -26,9 +24,9 @@ import results_optimizers
 import results_reproduction
 import results_torture
 import results_trace
-from page import RECORDS, ROOT, Record, Records, listed, made, point, prose, records, shown, source
+from page import RECORDS, ROOT, Picture, Record, Records, listed, made, point, prose, publish, records, shown, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown_rows
 
 PICTURE = RECORDS / "methods-cifar10.svg"
 BLOCK = re.compile(r"(<!-- results: generated .*? -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -73,21 +71,21 @@ def setting_of(record: Record) -> str:
 
 
 def engine_table(found: Records) -> str:
-    head, rows = ["one pinned core per stage", "rounds", "commit", *COLUMNS.values(), "the paper's speed-up"], []
+    rows = []
     for record in found.values():
         settings, ratios, rounds = record["settings"], record["ratios"], rounds_of(record)
         kind = "planned cut" if record.get("planned") else "balanced cut" if settings["cuts"] else "FLOPs cut"
         paper = PAPER.get((settings["model"], settings["K"]), {}).get("adl")
         rows.append(
-            [
-                f"{setting_of(record)}, {kind}",
-                str(rounds),
-                made(record)["commit"][:7],
-                *(shown(ratios[name], rounds) if name in ratios else "" for name in COLUMNS),
-                f"{paper:.2f}" if paper else "",
-            ]
+            {
+                "one pinned core per stage": f"{setting_of(record)}, {kind}",
+                "rounds": str(rounds),
+                "commit": made(record)["commit"][:7],
+                **{title: shown(ratios[name], rounds) if name in ratios else "" for name, title in COLUMNS.items()},
+                "the paper's speed-up": f"{paper:.2f}" if paper else "",
+            }
         )
-    return markdown(head, rows)
+    return markdown_rows(rows)
 
 
 def engine_section(found: Records) -> list[str]:
@@ -176,27 +174,17 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
     for plan, in_run in measured:
         by_cost = fixed[plan["model"], plan["K"]]
         rows.append(
-            [
-                f"{plan['model']}, {SETTINGS[plan['model']][0]} px, b={plan['batch_size']}",
-                str(plan["K"]),
-                f"{AIMS[plan['model']]:.2f}",
-                f"{plan['balance']:.3f}",
-                f"{in_run:.3f}" if in_run else "",
-                f"{by_cost['balance']:.3f}",
-                f"{by_cost['balance_bound']:.2f}",
-                f"{plan['predicted_speedup']:.2f}",
-            ]
+            {
+                "network": f"{plan['model']}, {SETTINGS[plan['model']][0]} px, b={plan['batch_size']}",
+                "K": str(plan["K"]),
+                "aim": f"{AIMS[plan['model']]:.2f}",
+                "measured by the plan": f"{plan['balance']:.3f}",
+                "measured in the run": f"{in_run:.3f}" if in_run else "",
+                "by the deterministic cost": f"{by_cost['balance']:.3f}",
+                "largest unit permits": f"{by_cost['balance_bound']:.2f}",
+                "predicted speed-up": f"{plan['predicted_speedup']:.2f}",
+            }
         )
-    head = [
-        "network",
-        "K",
-        "aim",
-        "measured by the plan",
-        "measured in the run",
-        "by the deterministic cost",
-        "largest unit permits",
-        "predicted speed-up",
-    ]
     met = [plan for plan, _ in measured if plan["balance"] >= AIMS[plan["model"]]]
     missed = [row for row in counted["rows"] if row["balance"] < AIMS[row["model"]]]
 
@@ -214,7 +202,7 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
             "bytes moved give on any machine, weighed by that same cost. ADL, M=4.",
         ),
         "",
-        markdown(head, rows),
+        markdown_rows(rows),
         "",
         point(
             f"In measured time the aims are mostly missed: {len(met)} of {len(measured)} plans met theirs:",
@@ -247,18 +235,18 @@ def times_section(found: Records) -> list[str]:
         paper = PAPER["resnet101", settings["K"]]
         others = [rows[method]["speedup"] for method in ("ddg", "fr", "gpipe")]
         by_law, by_paper = sorted(rows, key=lambda row: rows[row]["law"]), sorted(paper, key=lambda row: paper[row])
+        share = {method: f"{row['speedup'] / row['law']:.2f}" for method, row in rows.items()}
         cells = [
-            [
-                method,
-                f"{row['speedup']:.2f}",
-                f"{row['law']:.2f}",
-                f"{row['speedup'] / row['law']:.2f}",
-                f"{paper[method]:.2f}",
-            ]
+            {
+                "method": method,
+                "measured": f"{row['speedup']:.2f}",
+                "law": f"{row['law']:.2f}",
+                "measured / law": share[method],
+                "the paper, ResNet-101": f"{paper[method]:.2f}",
+            }
             for method, row in rows.items()
         ]
-        cells.sort(key=lambda line: float(line[1]))
-        share = {method: f"{row['speedup'] / row['law']:.2f}" for method, row in rows.items()}
+        cells.sort(key=lambda line: float(line["measured"]))
         lines += [
             prose(
                 f"{setting_of(record)}; {settings['rounds']} round of {settings['timed']} batches per method, one",
@@ -267,7 +255,7 @@ def times_section(found: Records) -> list[str]:
                 "figures are of ResNet-101, on GPUs.",
             ),
             "",
-            markdown(["method", "measured", "law", "measured / law", "the paper, ResNet-101"], cells),
+            markdown_rows(cells),
             "",
             point(
                 f"Measured order: {' < '.join(record['order'])}; by the laws {' < '.join(by_law)}; the paper's",
@@ -310,15 +298,19 @@ def errors_table(compared: Records) -> str:
     rows = []
     for label, by_K in found.items():
         one = next(iter(by_K.values()))
-        cells = [
-            f"{by_K[K]['error']:.2f} ({by_K[K]['error_range'][0]:.2f}-{by_K[K]['error_range'][1]:.2f})"
-            if K in by_K
-            else ""
-            for K in stages
-        ]
-        oldest = [f"{max(by_K[K]['staleness']):g}" for K in stages if K in by_K]
-        rows.append([label, str(one["M"]), f"{one['batchnorm_batch']:g}", *cells, ", ".join(oldest)])
-    return markdown(["method", "M", "BN batch", *(f"K={K}" for K in stages), "staleness of stage 1"], rows)
+        errors = {
+            K: f"{row['error']:.2f} ({'-'.join(f'{end:.2f}' for end in row['error_range'])})" for K, row in by_K.items()
+        }
+        rows.append(
+            {
+                "method": label,
+                "M": str(one["M"]),
+                "BN batch": f"{one['batchnorm_batch']:g}",
+                **{f"K={K}": errors.get(K, "") for K in stages},
+                "staleness of stage 1": ", ".join(f"{max(by_K[K]['staleness']):g}" for K in stages if K in by_K),
+            }
+        )
+    return markdown_rows(rows)
 
 
 def errors_section(compared: Records, again: Records) -> list[str]:
@@ -372,23 +364,17 @@ def drawn(compared: Records) -> dict[str, Any]:
     return {f"K={K}": {"bp": bp, **{name: rows[K]["curves"] for name, rows in late.items()}} for K in stages}
 
 
-def digest(compared: Records) -> str:
-    return hashlib.sha256(json.dumps(drawn(compared), sort_keys=True).encode()).hexdigest()
-
-
-def draw(compared: Records, path: Path) -> None:
-    """Median of the seeds in a band of all, a panel for each K; the file names what it was drawn from."""
+def svg(compared: Records) -> str:
+    """Median of the seeds in a band of all, a panel for each K."""
     from offbeat.report import figures
     from offbeat.report.draw import PANEL, panels, rendered
-    from offbeat.runs.record import write
 
     made = [
         (title, figures.curves([replace(line, end="") for line in figures.curve_lines(methods)], most=100, width=PANEL))
         for title, methods in drawn(compared).items()
     ]
     title = "CIFAR-10, ResNet-20, 6 epochs: median and range of 2 seeds (BP: run at K=2)"
-    content = rendered(panels(made, shared=True), "svg", title=title, width=None).decode()
-    write(path, content.replace("</svg>", f"<!-- drawn from {digest(compared)} -->\n</svg>"))
+    return rendered(panels(made, shared=True), "svg", title=title, width=None).decode()
 
 
 # ---- the page
@@ -424,32 +410,15 @@ def main() -> None:
         ROOT / "docs/results.md": "\n".join(page),
         readme: BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()),
     }
-    stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]
-    if not PICTURE.exists() or digest(compared) not in PICTURE.read_text():
-        stale.append(PICTURE.name)
-    if first_page.stale():
-        stale.append(first_page.PICTURE.name)
-    networks = records("network")
-    pictures = results_reproduction.stale(again) + results_network.stale(networks)
-    stale += [path.name for path in pictures]
-    if unknown := set(sys.argv[1:]) - {"--check", "--picture"}:
-        sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, --picture, or none")
-    if "--check" in sys.argv:
-        sys.exit(f"not current: {', '.join(stale)}; run python benchmarks/results.py" if stale else 0)
-    for path, text in wanted.items():
-        path.write_text(text)
-    if PICTURE.name in stale or "--picture" in sys.argv:
-        draw(compared, PICTURE)
-    if first_page.PICTURE.name in stale or "--picture" in sys.argv:
-        first_page.draw()
+    pictures = [
+        Picture(PICTURE, json.dumps(drawn(compared), sort_keys=True), lambda: svg(compared)),
+        first_page.picture(),
+        *(results_reproduction.picture(name, record) for name, record in again.items()),
+        *(results_network.picture(name, record) for name, record in records("network").items()),
+    ]
+    publish(wanted, "python benchmarks/results.py", pictures=pictures, options=["--picture", "--balance"])
     if "--picture" in sys.argv:
         results_bench.draw()
-    for name, record in again.items():
-        if (path := results_reproduction.picture(name)) in pictures or "--picture" in sys.argv:
-            results_reproduction.draw(record, path)
-    for name, record in networks.items():
-        if (path := results_network.picture(name)) in pictures or "--picture" in sys.argv:
-            results_network.draw(record, path)
 
 
 if __name__ == "__main__":

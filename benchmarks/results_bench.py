@@ -7,13 +7,13 @@ beside one (bench-*.svg, scaling-*.svg) is shown, too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from types import ModuleType
 
-from page import RECORDS, Record, point, prose, records, source
+from page import RECORDS, Record, between, point, prose, records, source
 
-from offbeat.report.formatting import markdown, ranged, size
+from offbeat.report.formatting import markdown, markdown_rows, ranged, size
 
 
 def picture(name: str, title: str) -> list[str]:
@@ -81,33 +81,20 @@ def scaling_section(name: str, record: Record) -> list[str]:
     for one in record["points"]:
         measured = one["staleness_measured"][0]
         rows.append(
-            [
-                one["axis"],
-                one["model"],
-                str(one["batch_size"]),
-                str(one["K"]),
-                str(one.get("replicas", 1)),
-                ranged([1000 * value for value in one["seconds_per_batch"]]),
-                f"{1000 * one['predicted']:,.0f}" if "predicted" in one else "",
-                f"{max(one['memory']) / 1e6:,.0f}",
-                f"{max(one['memory_counted']) / 1e6:,.0f}",
-                "" if measured is None else f"{measured:.2f}",
-                f"{one['staleness'][0]:.2f}",
-            ]
+            {
+                "what grows": one["axis"],
+                "network": one["model"],
+                "b": str(one["batch_size"]),
+                "K": str(one["K"]),
+                "replicas": str(one.get("replicas", 1)),
+                "ms per batch": ranged([1000 * value for value in one["seconds_per_batch"]]),
+                "predicted": f"{1000 * one['predicted']:,.0f}" if "predicted" in one else "",
+                "MB, largest worker": f"{max(one['memory']) / 1e6:,.0f}",
+                "MB, counted": f"{max(one['memory_counted']) / 1e6:,.0f}",
+                "staleness of stage 1": "" if measured is None else f"{measured:.2f}",
+                "by formula": f"{one['staleness'][0]:.2f}",
+            }
         )
-    head = [
-        "what grows",
-        "network",
-        "b",
-        "K",
-        "replicas",
-        "ms per batch",
-        "predicted",
-        "MB, largest worker",
-        "MB, counted",
-        "staleness of stage 1",
-        "by formula",
-    ]
     stages = list(dict.fromkeys(row["K"] for row in simulation["rows"]))
     by_link: Speeds = {}
     for row in simulation["rows"]:
@@ -121,7 +108,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
     return [
         f"### How it scales: {simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}",
         "",
-        markdown(head, rows),
+        markdown_rows(rows),
         "",
         *picture(name, "Speed-up by the clock with measured points; memory, staleness and time per batch"),
         prose(f"By the clock, speed-up over BP on one worker: {simulation['meaning']}. Links: {told}."),
@@ -144,27 +131,31 @@ def summary() -> list[str]:
     """Samples per second of ADL and of torch's own, a line for each record, and what speaks against ADL."""
     from offbeat.report import bench_table
 
-    timed = {row for record in records("bench").values() for row in bench_table.measured(record)}
-    shown = (*SHOWN, *(row for row in bench_table.EQUAL if row in timed))
-    titles: dict[str, str] = {}
+    found = [(record, bench_table.measured(record)) for record in records("bench").values()]
+    compared = [
+        (record, rows, best)
+        for record, rows in found
+        if (best := bench_table.best_synchronous(record)) and "adl" in rows and record["bound"]["seconds_per_batch"]
+    ]
+    if not compared:
+        return []
+    shown = (*SHOWN, *(name for name in bench_table.EQUAL if any(name in rows for _, rows in found)))
+    titles = {name: row["title"] for _, rows, _ in compared for name, row in rows.items()}
     lines, missed, unsure = [], [], []
     against: dict[str, list[float]] = {"bp-cores": [], "ddp": [], "adl": [], "best": []}
-    for record in records("bench").values():
-        rows, best, bound = bench_table.measured(record), bench_table.best_synchronous(record), record["bound"]
-        if "adl" not in rows or best is None or not bound["seconds_per_batch"]:
-            continue
+    for record, rows, best in compared:
         adl, settings = rows["adl"], record["settings"]
-        titles.update({name: rows[name]["title"] for name in shown if name in rows})
-        figures = [bench_table.by_round(adl, other) for other in (best, bound)]
+        figures = [bench_table.by_round(adl, other) for other in (best, record["bound"])]
         name = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
         lines.append(
-            [
-                name,
-                str(settings["cores"]),
-                str(settings["rounds"]),
-                *(f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in shown),
-                *(ranged(figure, 2) for figure in figures),
-            ]
+            {
+                "one core per worker": name,
+                "cores": str(settings["cores"]),
+                "rounds": str(settings["rounds"]),
+                **{titles.get(row, row): f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in shown},
+                "ADL / best synchronous pipeline": ranged(figures[0], 2),
+                "ADL / bound of its cuts": ranged(figures[1], 2),
+            }
         )
         for figure, aim, what in zip(figures, AIMS, ("times", "of the bound"), strict=True):
             told = f"{name} {median(figure):.2f} of {aim} {what}"
@@ -176,56 +167,26 @@ def summary() -> list[str]:
         against["ddp"] += [bench_table.times_faster(adl, rows["ddp"])] if "ddp" in rows else []
         against["adl"].append(adl["memory_per_worker"])
         against["best"].append(best["memory_per_worker"])
-    if not lines:
-        return []
-    head = [
-        "one core per worker",
-        "cores",
-        "rounds",
-        *(titles.get(row, row) for row in shown),
-        "ADL / best synchronous pipeline",
-        "ADL / bound of its cuts",
-    ]
 
-    def between(values: list[float], told: Callable[[float], str] = "{:.2f}".format) -> str:
-        ends = list(dict.fromkeys(map(told, (min(values), max(values)))))
-        return " to ".join(ends)
-
-    return [
-        "Samples per second in all runs:",
-        "",
-        markdown(head, lines),
-        "",
-        *(
-            [
-                point(
-                    f"BP on all cores of a run is {between(against['bp-cores'])} times as fast as ADL on K of them, "
-                    "and exact."
-                )
-            ]
-            if against["bp-cores"]
-            else []
-        ),
-        *(
-            [
-                point(
-                    f"ADL is {between(against['ddp'])} times as fast as DistributedDataParallel on as many cores, "
-                    "which is exact: where the network fits one worker, take that."
-                )
-            ]
-            if against["ddp"]
-            else []
-        ),
-        point(
-            f"A worker of ADL holds up to {between(against['adl'], size)}, one of the best synchronous pipeline "
-            f"{between(against['best'], size)}."
-        ),
-        point(
-            f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
-            + (f" Not in every round: {'; '.join(unsure)}." if unsure else "")
-        ),
-        "",
+    ranges = {
+        name: between(values, size if name in ("adl", "best") else "{:.2f}".format)
+        for name, values in against.items()
+        if values
+    }
+    said = []
+    if against["bp-cores"]:
+        said.append(f"BP on all cores of a run is {ranges['bp-cores']} times as fast as ADL on K of them, and exact.")
+    if against["ddp"]:
+        said.append(
+            f"ADL is {ranges['ddp']} times as fast as DistributedDataParallel on as many cores, "
+            "which is exact: where the network fits one worker, take that."
+        )
+    said += [
+        f"A worker of ADL holds up to {ranges['adl']}, one of the best synchronous pipeline {ranges['best']}.",
+        f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
+        + (f" Not in every round: {'; '.join(unsure)}." if unsure else ""),
     ]
+    return ["Samples per second in all runs:", "", markdown_rows(lines), "", *map(point, said), ""]
 
 
 def time_to_a_loss() -> list[str]:

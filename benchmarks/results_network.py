@@ -6,21 +6,19 @@ timeline predicts to be the fastest for every rate and delay, and which was on t
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from network_prediction import MeasuredCosts, predicted
 from network_relay import LOOPBACK, Profile
 from network_rows import NetworkRow
-from page import RECORDS, Record, point, prose, records, source
+from page import RECORDS, Picture, Record, point, prose, records, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown, ranged
 
 WITHIN = 0.20  # of the measured time: the aim of predictions
 SAME = 1.02  # times the smallest predicted time that count as equally fast
@@ -30,6 +28,8 @@ DDP, SYNCHRONOUS, ONE_WAY, ADL = "DDP", "synchronous pipeline", "1F1B lag (ADL, 
 KINDS = (DDP, SYNCHRONOUS, ONE_WAY, ADL)  # exact gradients first, then by staleness
 AIMS = {"synchronous pipeline": 2.0, "DDP with accumulation": 4.0}  # of ADL, for the GPT on AIMED
 AIMED = "100mbit-10ms"
+FASTEST = "fastest"  # the line of a table with the fastest row of each profile
+T = TypeVar("T")
 
 
 def kind_of(row: NetworkRow) -> str | None:
@@ -71,9 +71,7 @@ def ratio(record: Record, network: str, profile: str, above: str | None, below: 
         return ""
     first, second = (by_round(record, network, profile, row) for row in (above, below))
     found = [first[number] / second[number] for number in first if number in second]
-    if not found:
-        return ""
-    return f"{median(found):.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else "")
+    return ranged(found, 2) if found else ""
 
 
 def rounds_of(record: Record) -> str:
@@ -91,45 +89,47 @@ def rounds_of(record: Record) -> str:
 
 
 def lines_table(record: Record) -> list[str]:
-    rows = []
-    for profile in profiles_of(record):
-        if profile.name in record["lines"]:
-            found = record["lines"][profile.name]
-            rows.append(
-                [
-                    profile.name,
-                    f"{profile.rate / 1e6:,.0f}",
-                    f"{found['rate'] / 1e6:,.0f}",
-                    f"{2e3 * profile.delay:.1f}",
-                    f"{1e3 * found['round_trip']:.1f}",
-                ]
-            )
+    rows = [
+        [
+            profile.name,
+            f"{profile.rate / 1e6:,.0f}",
+            f"{found['rate'] / 1e6:,.0f}",
+            f"{2e3 * profile.delay:.1f}",
+            f"{1e3 * found['round_trip']:.1f}",
+        ]
+        for profile in profiles_of(record)
+        if (found := record["lines"].get(profile.name))
+    ]
     return [markdown(["line", "Mbit/s asked for", "measured", "round trip asked for (ms)", "measured"], rows), ""]
+
+
+def by_profile(record: Record, heading: str, lines: Mapping[str, T], cell: Callable[[T, Profile], str]) -> list[str]:
+    """A table with a column for each profile, of the lines that have a cell that is not empty."""
+    profiles = profiles_of(record)
+    cells = [[title, *(cell(what, profile) for profile in profiles)] for title, what in lines.items()]
+    return [markdown([heading, *(profile.name for profile in profiles)], [line for line in cells if any(line[1:])]), ""]
 
 
 def speeds_table(record: Record, network: str) -> list[str]:
     """Samples per second; of rows that differ in their micro-batches, the fastest on each line."""
-    rows, profiles, samples = rows_of(record), profiles_of(record), record["settings"]["samples_per_update"]
     families: dict[str, list[NetworkRow]] = {}
-    for row in rows:
+    for row in rows_of(record):
         families.setdefault(row.family or row.name, []).append(row)
-    table = []
-    for members in families.values():
-        cells = []
-        for profile in profiles:
-            best = fastest(record, network, profile.name, members)
-            if best is None:
-                cells.append("left out")
-                continue
-            found = by_round(record, network, profile.name, best)
-            chosen = f" (m={best.rpartition('-')[2]})" if len(members) > 1 else ""
-            cells.append(f"{samples / median(found.values()):.1f}{chosen}")
-        table.append([members[0].title.rpartition(",")[0] if len(members) > 1 else members[0].title, *cells])
-    return [markdown(["samples per second", *(profile.name for profile in profiles)], table), ""]
+
+    def cell(members: list[NetworkRow], profile: Profile) -> str:
+        best = fastest(record, network, profile.name, members)
+        if best is None:
+            return "left out"
+        seconds = median(by_round(record, network, profile.name, best).values())
+        chosen = f" (m={best.rpartition('-')[2]})" if len(members) > 1 else ""
+        return f"{record['settings']['samples_per_update'] / seconds:.1f}{chosen}"
+
+    lines = {one[0].title.rpartition(",")[0] if len(one) > 1 else one[0].title: one for one in families.values()}
+    return by_profile(record, "samples per second", lines, cell)
 
 
 def ratios_table(record: Record, network: str) -> list[str]:
-    rows, profiles = rows_of(record), profiles_of(record)
+    rows = rows_of(record)
     kinds = {kind: [row for row in rows if kind_of(row) == kind] for kind in KINDS}
     others = {
         "best synchronous pipeline / ADL": kinds[SYNCHRONOUS],
@@ -139,22 +139,17 @@ def ratios_table(record: Record, network: str) -> list[str]:
         "local SGD / ADL": [row for row in rows if row.kind == "local-sgd"],
         "ADL / ADL with bf16 messages": [row for row in rows if row.name == "adl-bf16"],
         "ADL / ADL with int8 messages": [row for row in rows if row.name == "adl-int8"],
+        FASTEST: [row for row in rows if kind_of(row)],
     }
-    table = []
-    for title, members in others.items():
-        cells = []
-        for profile in profiles:
-            best = fastest(record, network, profile.name, members)
-            pair = ("adl", best) if title.startswith("ADL") else (best, "adl")
-            cells.append(ratio(record, network, profile.name, *pair) if best else "")  # type: ignore[arg-type]
-        if any(cells):
-            table.append([title, *cells])
-    winners = []
-    for profile in profiles:
-        best = fastest(record, network, profile.name, [row for row in rows if kind_of(row)])
-        winners.append(next((row.title for row in rows if row.name == best), ""))
-    table.append(["fastest", *winners])
-    return [markdown(["times of an update", *(profile.name for profile in profiles)], table), ""]
+
+    def cell(title: str, profile: Profile) -> str:
+        best = fastest(record, network, profile.name, others[title])
+        if title == FASTEST or best is None:
+            return next((row.title for row in rows if row.name == best), "")
+        above, below = ("adl", best) if title.startswith("ADL") else (best, "adl")
+        return ratio(record, network, profile.name, above, below)
+
+    return by_profile(record, "times of an update", {title: title for title in others}, cell)
 
 
 def bytes_table(record: Record, network: str) -> list[str]:
@@ -188,19 +183,15 @@ def predictions(record: Record, network: str) -> dict[tuple[str, str], tuple[flo
 
 
 def predictions_table(record: Record, network: str) -> list[str]:
-    pairs, profiles = predictions(record, network), profiles_of(record)
-    table = []
-    for row in rows_of(record):
-        cells = []
-        for profile in profiles:
-            guessed, found = pairs.get((row.name, profile.name), (0.0, 0.0))
-            cells.append(f"{guessed / found:.2f}" if found else "")
-        if any(cells):
-            table.append([row.title, *cells])
+    pairs = predictions(record, network)
+
+    def cell(row: NetworkRow, profile: Profile) -> str:
+        guessed, found = pairs.get((row.name, profile.name), (0.0, 0.0))
+        return f"{guessed / found:.2f}" if found else ""
+
     good = sum(abs(guessed / found - 1) <= WITHIN for guessed, found in pairs.values())
     return [
-        markdown(["predicted / measured time", *(profile.name for profile in profiles)], table),
-        "",
+        *by_profile(record, "predicted / measured time", {row.title: row for row in rows_of(record)}, cell),
         point(f"{good} of {len(pairs)} predictions are within {100 * WITHIN:.0f} % of the measured time."),
         "",
     ]
@@ -264,29 +255,18 @@ def measured_points(record: Record, network: str) -> list[dict[str, Any]]:
     return found
 
 
-def picture(name: str) -> Path:
-    return RECORDS / name.replace(".json", ".svg")
-
-
-def digest(record: Record) -> str:
-    """Of what the picture shows."""
+def picture(name: str, record: Record) -> Picture:
     shown = [record["settings"], record["costs"], [measured_points(record, network) for network in names(record)]]
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    return Picture((RECORDS / name).with_suffix(".svg"), json.dumps(shown, sort_keys=True), lambda: svg(record))
 
 
-def stale(found: dict[str, Record]) -> list[Path]:
-    paths = {picture(name): digest(record) for name, record in found.items()}
-    return [path for path, wanted in paths.items() if not path.exists() or wanted not in path.read_text()]
-
-
-def draw(record: Record, path: Path) -> None:
+def svg(record: Record) -> str:
     """A map for each network: shaded by the predicted fastest kind, with circles for the measured one."""
     import altair as alt
 
     from offbeat.report.charts.data import chart_of, layered
     from offbeat.report.draw import panels, rendered
     from offbeat.report.style import colour
-    from offbeat.runs.record import write
 
     hue = alt.Color(
         "kind:N",
@@ -305,8 +285,7 @@ def draw(record: Record, path: Path) -> None:
         charts.append((network, layered([shaded, circles, labels], cells, points, height=300)))
     title = f"Fastest at {record['settings']['samples_per_update']} samples per update, K={record['settings']['K']}"
     subtitle = "shaded: predicted by the timeline; borders: equal times; circles: measured"
-    drawn = rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
-    write(path, drawn.replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
+    return rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
 
 
 # ---- the section
@@ -322,7 +301,7 @@ def record_section(name: str, record: Record) -> list[str]:
         *lines_table(record),
         point(f"TCP: {tcp}."),
         "",
-        *([f"![Fastest methods by rate and delay of the lines](results/{picture(name).name})", ""]),
+        *([f"![Fastest methods by rate and delay of the lines](results/{picture(name, record).name})", ""]),
         *aims(record),
     ]
     for network in names(record):

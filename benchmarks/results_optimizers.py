@@ -6,9 +6,8 @@ from statistics import median
 
 from optimizers import AIM, compared_with
 from page import Record, Records, listed, point, prose, source
-from results_gpu import spread
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown_rows, ranged
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.tables.gpt import GPTSetting
 
@@ -25,15 +24,21 @@ def title_of(name: str) -> str:
 
 
 def table(record: Record) -> str:
-    head = ["optimizer", "ms per turn", "compared with", "times as long", f"at most {AIM}", "host's share"]
     rows = []
     for row in record["rows"]:
         base, ratios = compared_with(row["name"]), ratios_of(record, row)
-        cells = ["", "", ""]
-        if base != row["name"]:
-            cells = [title_of(base), spread(ratios, 2), "yes" if median(ratios) <= AIM else "**no**"]
-        rows.append([title_of(row["name"]), spread(row["ms"], 2), *cells, f"{median(row['host']):.2f}"])
-    return markdown(head, rows)
+        other = base != row["name"]
+        rows.append(
+            {
+                "optimizer": title_of(row["name"]),
+                "ms per turn": ranged(row["ms"], 2),
+                "compared with": title_of(base) if other else "",
+                "times as long": ranged(ratios, 2) if other else "",
+                f"at most {AIM}": ("yes" if median(ratios) <= AIM else "**no**") if other else "",
+                "host's share": f"{median(row['host']):.2f}",
+            }
+        )
+    return markdown_rows(rows)
 
 
 def section(found: Records) -> list[str]:

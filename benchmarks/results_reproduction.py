@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 
-from page import RECORDS, Record, Records, listed, point, prose
+from page import RECORDS, Picture, Record, Records, listed, point, prose
 
 from offbeat.report.formatting import markdown
 from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
@@ -253,10 +251,6 @@ def sources(name: str, record: Record) -> list[str]:
 # ---- the picture
 
 
-def picture(name: str) -> Path:
-    return (RECORDS / name).with_suffix(".svg")
-
-
 def drawn(record: Record) -> dict[str, list[list[float]]]:
     """Curves by row, BP first; the network's name is in the title where it is that of all."""
     rows = [row for row in record["rows"] if any(run["errors"] for run in row["runs"])]
@@ -276,26 +270,16 @@ def caption(record: Record) -> str:
     return f"{record['title']}: {next(iter(networks))}" if len(networks) == 1 else record["title"]
 
 
-def digest(record: Record) -> str:
-    return hashlib.sha256(json.dumps([caption(record), drawn(record)]).encode()).hexdigest()
+def picture(name: str, record: Record) -> Picture:
+    """The learning curves of a record."""
 
+    def svg() -> str:
+        from offbeat.report.draw import curves_rendered
 
-def stale(found: Records) -> list[Path]:
-    """Pictures that are not those of their records."""
-    return [
-        path
-        for name, record in found.items()
-        if not (path := picture(name)).exists() or digest(record) not in path.read_text()
-    ]
+        return curves_rendered(drawn(record), "svg", title=caption(record), task=task_of(record)).decode()
 
-
-def draw(record: Record, path: Path) -> None:
-    """The learning curves; the file names what it was drawn from."""
-    from offbeat.report import draw_curves
-    from offbeat.runs.record import write
-
-    draw_curves(drawn(record), path, title=caption(record), task=task_of(record))
-    write(path, path.read_text().replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
+    content = json.dumps([caption(record), drawn(record)])
+    return Picture((RECORDS / name).with_suffix(".svg"), content, svg)
 
 
 # ---- the page
@@ -346,7 +330,7 @@ def tables(found: Records) -> list[str]:
             "",
             table(record),
             "",
-            f"![{task_of(record).metric.capitalize()} against the epoch](results/{picture(name).name})",
+            f"![{task_of(record).metric.capitalize()} against the epoch](results/{picture(name, record).name})",
             "",
             *verdicts(record),
             *without_bp(record),

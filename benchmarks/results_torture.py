@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from page import RECORDS, Record, Records, listed, made, point, prose, shown, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown, markdown_rows
 
 TITLE = "What holds when something goes wrong"
 
@@ -211,14 +211,14 @@ def soak(records: Records) -> list[str]:
     lines = []
     for name, record in records.items():
         rows = [
-            [
-                stage,
-                f"{row['mb_an_hour']:+.1f} ({row['standard_error']:.1f})",
-                f"{100 * row['growth'] / row['first']:+.2f}",
-                f"{row['first']:.0f}",
-                f"{row['last']:.0f}",
-                f"{row['most']:.0f}",
-            ]
+            {
+                "process": stage,
+                "MB an hour (standard error)": f"{row['mb_an_hour']:+.1f} ({row['standard_error']:.1f})",
+                "in that time (%)": f"{100 * row['growth'] / row['first']:+.2f}",
+                "first MB": f"{row['first']:.0f}",
+                "last": f"{row['last']:.0f}",
+                "most": f"{row['most']:.0f}",
+            }
             for stage, row in record["rows"].items()
         ]
         lines += [
@@ -228,7 +228,7 @@ def soak(records: Records) -> list[str]:
                 f"through what came after the first {record['settings']['warm_up']:.0f} seconds:",
             ),
             "",
-            markdown(["process", "MB an hour (standard error)", "in that time (%)", "first MB", "last", "most"], rows),
+            markdown_rows(rows),
             "",
         ]
         grown = [stage for stage, row in record["rows"].items() if growing(row)]

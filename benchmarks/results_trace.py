@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from page import Record, point, prose, records, source
 
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown_rows
 
 WANTED = 1.02
 
@@ -27,29 +27,19 @@ def section() -> list[str]:
     if not found:
         return []
     rows = [
-        [
-            name,
-            str(record["settings"]["rounds"]),
-            str(record["settings"]["turns"]),
-            f"{record['events_a_batch']:.1f}",
-            ratio(record["ratios"]["wall"]),
-            ratio(record["ratios"]["processor"]),
-            f"{100 * record['ratios']['account'][0]:.2f} %",
-            verdict(record),
-        ]
+        {
+            "record": name,
+            "rounds": str(record["settings"]["rounds"]),
+            "iterations": str(record["settings"]["turns"]),
+            "events per batch": f"{record['events_a_batch']:.1f}",
+            "wall time": ratio(record["ratios"]["wall"]),
+            "processor time": ratio(record["ratios"]["processor"]),
+            "its own account": f"{100 * record['ratios']['account'][0]:.2f} %",
+            f"wall below {WANTED}": verdict(record),
+        }
         for name, record in found.items()
     ]
     first = next(iter(found.values()))["settings"]
-    head = [
-        "record",
-        "rounds",
-        "iterations",
-        "events per batch",
-        "wall time",
-        "processor time",
-        "its own account",
-        f"wall below {WANTED}",
-    ]
     return [
         "## What a trace costs",
         "",
@@ -59,7 +49,7 @@ def section() -> list[str]:
             "rounds. Its own account: the processor time of the recording's own parts over that of all else.",
         ),
         "",
-        markdown(head, rows),
+        markdown_rows(rows),
         "",
         point("While nothing is recorded, a trace costs one comparison with None an iteration."),
         "",

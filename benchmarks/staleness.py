@@ -6,14 +6,13 @@ python benchmarks/staleness.py --check      only compare, and fail where they ar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from page import RECORDS, ROOT, listed, point, prose, records
-from staleness_pictures import Picture, by_choice, by_stages, by_staleness
+from page import RECORDS, ROOT, Picture, listed, point, prose, publish, records
+from staleness_pictures import by_choice, by_stages, by_staleness
 from staleness_records import IMAGES, ImageExperiment, MeasuredRow, MeasuredTable, language_tables
 
 from offbeat.methods import with_settings
@@ -308,8 +307,7 @@ def language_section(table: MeasuredTable) -> list[str]:
             "later stages have less, except with `2bw`.",
         ),
         "",
-        f"![Validation loss against staleness](results/{by_staleness(table).name})",
-        "",
+        *([f"![Validation loss against staleness](results/{by_staleness(table).name})", ""] if table.stages else []),
         "Validation loss in nats per token above that of BP with the same optimizer and learning rate:",
         "",
     ]
@@ -483,31 +481,20 @@ def page(tables: list[MeasuredTable], images: ImageTables) -> str:
 
 def pictures(tables: list[MeasuredTable], images: ImageTables) -> list[Picture]:
     method = method_of(AIM_STAGES)
-    found = [by_staleness(table) for table in tables]
-    found += [by_choice(table, method, REFERENCE) for table in tables if best_optimizer(table)]
-    found += [picture for table in images.values() for picture in stages_pictures(table)]
-    return [picture for picture in found if picture.panels]
+    return [
+        *(by_staleness(table) for table in tables if table.stages),
+        *(by_choice(table, method, REFERENCE) for table in tables if best_optimizer(table)),
+        *(picture for table in images.values() for picture in stages_pictures(table)),
+    ]
 
 
 def main() -> None:
-    if unknown := set(sys.argv[1:]) - {"--check"}:
-        sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, or none")
     again = records("reproduction")
     tables = language_tables(again)
     images = {experiment: experiment.table_of(again) for experiment in IMAGES}
-    wanted = page(tables, images)
-    shown = pictures(tables, images)
-    drawn = [picture for picture in shown if not picture.current]
-    left_over = sorted(set(RECORDS.glob("staleness-*.svg")) - {picture.path for picture in shown})
-    stale = [PAGE.name] if not PAGE.exists() or PAGE.read_text("utf-8") != wanted else []
-    stale += [picture.name for picture in drawn] + [path.name for path in left_over]
-    if "--check" in sys.argv:
-        sys.exit(f"not current: {', '.join(stale)}; run {COMMAND}" if stale else 0)
-    PAGE.write_text(wanted, "utf-8")
-    for picture in drawn:
-        picture.draw()
-    for path in left_over:
-        path.unlink()
+    drawn = pictures(tables, images)
+    left_over = set(RECORDS.glob("staleness-*.svg")) - {picture.path for picture in drawn}
+    publish({PAGE: page(tables, images)}, COMMAND, pictures=drawn, left_over=left_over)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from page import RECORDS
+from page import RECORDS, Picture
 from staleness_records import MeasuredRow, MeasuredTable
 
 from offbeat.runs.optimizers import OPTIMIZERS
@@ -35,62 +33,45 @@ class Panel:
     curves: list[Curve]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A file in docs/results, with all that is drawn in it.
+def drawn(name: str, title: str, x: str, y: str, zero: bool, panels: list[Panel], columns: int = 3) -> Picture:
+    """A file in docs/results with these panels. `zero`: whether 0 is on the x axis."""
+    content = {
+        "name": name,
+        "title": title,
+        "x": x,
+        "y": y,
+        "zero": zero,
+        "panels": [asdict(panel) for panel in panels],
+        "columns": columns,
+    }
 
-    zero      whether 0 is on the x axis
-    columns   of panels
-    """
-
-    name: str
-    title: str
-    x: str
-    y: str
-    zero: bool
-    panels: list[Panel]
-    columns: int = 3
-
-    @property
-    def path(self) -> Path:
-        return RECORDS / self.name
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
-
-    @property
-    def current(self) -> bool:
-        return self.path.exists() and self.digest in self.path.read_text()
-
-    def draw(self) -> None:
-        """The file names what it was drawn from."""
+    def svg() -> str:
         from offbeat.report.charts import Axis, Line, lines
-        from offbeat.report.draw import PANEL, PICTURE, panels, rendered
-        from offbeat.runs.record import write
+        from offbeat.report.draw import PANEL, PICTURE, rendered
+        from offbeat.report.draw import panels as side_by_side
 
-        single = len(self.panels) == 1
+        single = len(panels) == 1
         width = PICTURE if single else PANEL
-        drawn = {
+        lines_of = {
             panel.title: [
                 Line(one.label, one.points, one.band, one.end, one.colour, _dash(one))
                 for one in panel.curves
                 if one.points
             ]
-            for panel in self.panels
+            for panel in panels
         }
-        all_lines = {line.label: line for those in drawn.values() for line in those}
-        made = []
-        for name, those in drawn.items():
-            x = Axis(self.x, doubling=True, zero=self.zero, format="~g")
-            chart = lines(those, x=x, y=Axis(self.y), height=320, width=width, shared_legend=list(all_lines.values()))
-            made.append((name, chart))
-        chart = made[0][1] if single else panels(made, columns=self.columns, shared=True)
+        named = {line.label: line for those in lines_of.values() for line in those}
+        axis = Axis(x, doubling=True, zero=zero, format="~g")
+        charts = {
+            heading: lines(those, x=axis, y=Axis(y), height=320, width=width, shared_legend=list(named.values()))
+            for heading, those in lines_of.items()
+        }
+        chart = charts[panels[0].title] if single else side_by_side(charts.items(), columns=columns, shared=True)
         subtitle = "median of the runs, in the band of their range; dashed: back-propagation"
-        title = f"{self.title}, {made[0][0]}" if single and made[0][0] else self.title
-        size = width if single else None
-        content = rendered(chart, "svg", title=title, subtitle=subtitle, width=size).decode()
-        write(self.path, content.replace("</svg>", f"<!-- drawn from {self.digest} -->\n</svg>"))
+        heading = ", ".join([title, *(panel.title for panel in panels if single and panel.title)])
+        return rendered(chart, "svg", title=heading, subtitle=subtitle, width=width if single else None).decode()
+
+    return Picture(RECORDS / name, json.dumps(content), svg)
 
 
 def _dash(one: Curve) -> int | None:
@@ -137,7 +118,7 @@ def by_staleness(table: MeasuredTable) -> Picture:
                 curves.append(curve(title, rows, colour))
             made.append(Panel(f"K={K}, {name}", curves))
     title = f"{table.title}: loss against the mean staleness of stage 1"
-    return Picture(f"staleness-{table.slug}.svg", title, "updates", LOSS, True, made, columns=2)
+    return drawn(f"staleness-{table.slug}.svg", title, "updates", LOSS, True, made, columns=2)
 
 
 def by_stages(table: MeasuredTable) -> Picture:
@@ -153,14 +134,8 @@ def by_stages(table: MeasuredTable) -> Picture:
         rows.sort(key=lambda row: row.K)
         label = f"{method}, M={M}{f', {corrector}' if corrector else ''}"
         curves.append(curve(label, [(row.K, row) for row in rows], len(curves), end=rows[-1].shown(2)))
-    return Picture(
-        f"staleness-{table.slug}.svg",
-        f"{table.title}: test error",
-        "stages K",
-        "test error, %",
-        False,
-        [Panel("", curves)],
-    )
+    title = f"{table.title}: test error"
+    return drawn(f"staleness-{table.slug}.svg", title, "stages K", "test error, %", False, [Panel("", curves)])
 
 
 def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Picture:
@@ -179,4 +154,4 @@ def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Pi
             curves += [curve(OPTIMIZERS[optimizer].title, mine, colour)] if mine else []
         made += [Panel(f"K={K}", curves)] if rows else []
     title = f"{table.title}: {method} with the recommended corrector, by M"
-    return Picture(f"staleness-choice-{table.slug}.svg", title, "M, micro-batches per update", LOSS, False, made)
+    return drawn(f"staleness-choice-{table.slug}.svg", title, "M, micro-batches per update", LOSS, False, made)

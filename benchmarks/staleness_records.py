@@ -10,6 +10,7 @@ from statistics import median
 from page import Record, Records
 from results_reproduction import EPOCHS, task_of
 
+from offbeat.report.formatting import ranged
 from offbeat.runs.tables import TABLES
 from offbeat.runs.tables.gpt import CORRECTORS, RECOMMENDED
 from offbeat.runs.task import LANGUAGE
@@ -109,9 +110,7 @@ class MeasuredRow:
 
     def shown(self, digits: int) -> str:
         """Median (lowest-highest)."""
-        lowest, highest = self.range
-        spread = f" ({lowest:.{digits}f}-{highest:.{digits}f})" if len(self.runs) > 1 else ""
-        return f"{self.value:.{digits}f}{spread}"
+        return ranged(self.values, digits)
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,18 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from start import arguments, in_processes
+from start import arguments, in_processes, origin, write_record
 
-from offbeat.runs.provenance import provenance
-
-BEGUN = time.monotonic()
-MADE = provenance()  # of what was there at the beginning
+MADE = origin()  # of what was there at the beginning
 COMMANDS = ("kills", "configs", "latency", "overhead", "soak")
 
 
 def write(out: str | None, found: dict[str, Any]) -> None:
-    """The record, complete or not at all, with where it comes from."""
-    if out is None:
-        return
-    made = {**MADE, "command": ["python", "benchmarks/torture.py", *arguments()]}
-    part = Path(out + ".part")
-    part.write_text(json.dumps({**found, "provenance": made}, indent=1) + "\n")
-    part.replace(out)
+    """The record with where it comes from."""
+    write_record(out, {**found, "provenance": MADE})
 
 
 def as_workers(options: argparse.Namespace, K: int) -> bool:
@@ -46,10 +37,6 @@ def as_workers(options: argparse.Namespace, K: int) -> bool:
         out = options.out or f"{folder}/record.json"
         code = in_processes(K, [*arguments(), "--out", out])
         return code == 0 and bool(json.loads(Path(out).read_text())["good"])
-
-
-def say(line: str) -> None:
-    print(f"[{time.monotonic() - BEGUN:5.0f} s] {line}", flush=True)
 
 
 def main() -> None:

@@ -329,55 +329,31 @@ def corrector(text: str) -> bool:
     return len(set_by) == len(set(set_by))
 
 
+CHOICES = (  # options whose right values are all among those that are drawn
+    *("--model", "--data", "--method", "--weights", "--window", "--engine", "--device", "--units", "--partition"),
+    *("--schedule", "--checkpoint-mode", "--on-nan", "--out", "--config", "recompute", "barrier", "conditional"),
+)
+FROM_1 = ("--classes", "--samples", "-M", "m", "N", "buffer", "--threads-per-stage", "--epochs", "--batch-size")
+FROM_0 = ("--data-workers", "--seed", "--keep", "--max-restarts")
+NUMBERS = ("beta", "--lr", "--momentum", "--weight-decay", "--warmup", "--clip-norm")
 ALONE: dict[str, Any] = {  # what can be said of one option
-    "--model": lambda text: text in UNITS,
-    "--data": lambda text: text in ("synthetic", "digits"),  # there are no files of others
-    "--data-dir": lambda text: False,  # which those two do not take
+    **{option: OPTIONS[option][0].__contains__ for option in CHOICES},
+    **dict.fromkeys(FROM_1, lambda text: whole(text, 1)),
+    **dict.fromkeys(FROM_0, lambda text: whole(text, 0)),
+    **dict.fromkeys(NUMBERS, real),
+    "--data-dir": lambda text: False,  # which those data sets do not take
     "--shape": lambda text: bool(re.fullmatch(r"[1-9]\d*([,x][1-9]\d*){2}", text)),
-    "--classes": lambda text: whole(text, 1),
-    "--samples": lambda text: whole(text, 1),
-    "--data-workers": lambda text: whole(text, 0),
-    "--method": lambda text: text in METHODS,
-    "-M": lambda text: whole(text, 1),
-    "--weights": lambda text: text in ("stash", "hybrid", "replay"),
-    "--window": lambda text: text in ("count", "aligned"),
     "--corrector": corrector,
-    "m": lambda text: whole(text, 1),
-    "beta": real,
-    "N": lambda text: whole(text, 1),
-    "buffer": lambda text: whole(text, 1),
-    "recompute": lambda text: text in ("yes", "no", "1"),
-    **dict.fromkeys(("barrier", "conditional"), lambda text: text in ("yes", "no")),
     "-K": lambda text: whole(text, 1) and int(text) < 400,
-    "--engine": lambda text: text in ("simulate", "processes"),
-    "--device": lambda text: text == "cpu",
-    "--units": lambda text: text in ("blocks", "layers"),
-    "--partition": lambda text: text == "flops",
     "--cuts": lambda text: bool(re.fullmatch(r"\d+(,\d+)*", text)),
     "--speeds": lambda text: bool(reals(text)) and all(0 < speed < math.inf for speed in reals(text) or ()),
-    "--threads-per-stage": lambda text: whole(text, 1),
-    "--epochs": lambda text: whole(text, 1),
-    "--batch-size": lambda text: whole(text, 1),
-    "--lr": real,
-    "--momentum": real,
-    "--weight-decay": real,
-    "--warmup": real,
     "--milestones": lambda text: (
         (found := reals(text)) is not None
         and found == sorted(found)
         and all(0 < fraction < math.inf for fraction in found)
     ),
-    "--schedule": lambda text: text in ("steps", "cosine"),
     "--floor": lambda text: real(text) and float(text) <= 1,
-    "--clip-norm": real,
-    "--seed": lambda text: whole(text, 0),
     "--checkpoint-every": every,
-    "--checkpoint-mode": lambda text: text in ("in-flight", "drained"),
-    "--keep": lambda text: whole(text, 0),
-    "--on-nan": lambda text: text in ("stop", "skip", "rollback"),
-    "--max-restarts": lambda text: whole(text, 0),
-    "--out": lambda text: text in ("new", "deep/er/folder"),
-    "--config": lambda text: text == "good.json",
 }
 CONFIG = {"--model": "mlp", "--data": "digits", "--method": "adl", "-K": "2", "-M": "2"}  # good.json
 
@@ -575,7 +551,8 @@ def attempt(count: int, seed: int, place: Path, say: Any = None) -> tuple[Counte
 
 
 def run(options: argparse.Namespace) -> bool:
-    from torture import say, write
+    from start import say
+    from torture import write
 
     from offbeat.runs import launch
 

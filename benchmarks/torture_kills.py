@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,34 +33,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torture import say, write
+from start import say
+from torture import write
 
 TIME_OUT = 180.0  # seconds for a run that takes some 10 alone, on a busy machine
 LEAVING = 15.0  # seconds for workers to notice that their launcher is gone
 BATCHES = 128
-RECIPE = [
-    "--model",
-    "resnet8",
-    "--data",
-    "synthetic",
-    "--shape",
-    "3,8,8",
-    "--samples",
-    "256",
-    "--batch-size",
-    "8",
-    "--epochs",
-    "4",
-    "--warmup",
-    "1",
-    "--threads-per-stage",
-    "1",
-    "--engine",
-    "processes",
-    "--checkpoint-every",
-    "5b",
-    "--json",
-]
+RECIPE = shlex.split(
+    "--model resnet8 --data synthetic --shape 3,8,8 --samples 256 --batch-size 8 --epochs 4 --warmup 1 "
+    "--threads-per-stage 1 --engine processes --checkpoint-every 5b --json"
+)
 METHODS = {
     "adl-stash": ["--method", "adl", "-M", "2", "--weights", "stash"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],
@@ -232,17 +215,9 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     expected = whole.digest(asked["method"], asked["K"])
     run = place / "run"
     automatic = asked["taken_up"] == "max-restarts"
-    broken = Command(
-        place,
-        "broken",
-        *RECIPE,
-        "-K",
-        str(asked["K"]),
-        *METHODS[asked["method"]],
-        "--out",
-        str(run),
-        *(["--max-restarts", "1"] if automatic else []),
-    )
+    restarts = ["--max-restarts", "1"] if automatic else []
+    given = [*RECIPE, "-K", str(asked["K"]), *METHODS[asked["method"]], "--out", str(run), *restarts]
+    broken = Command(place, "broken", *given)
     began = time.monotonic()
     wait_for(lambda: complete(run) >= asked["behind"] or broken.over, TIME_OUT, 0.005)
     pids = processes(run)
@@ -250,14 +225,8 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     time.sleep(asked["delay"])
     if asked["moment"] == "while writing":
         wait_for(lambda: being_written(run) or broken.over, TIME_OUT, 0.0002)
-    victim = next(
-        (
-            pid
-            for pid, rank in pids.items()
-            if rank == ("" if asked["victim"] == "launcher" else str(asked["victim"] - 1))
-        ),
-        None,
-    )
+    wanted = "" if asked["victim"] == "launcher" else str(asked["victim"] - 1)
+    victim = next((pid for pid, rank in pids.items() if rank == wanted), None)
     before, writing = complete(run), being_written(run)
     if broken.over or victim is None or digest(run) is not None:
         broken.end()
@@ -303,31 +272,28 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     found["shared_memory"] = [
         entry.name for entry in Path("/dev/shm").iterdir() if any(str(pid) in entry.name.split("_") for pid in pids)
     ]
-    found["good"] = bool(
-        found["same_bits"]
-        and found["nothing_lost"]
-        and not found["hung"]
-        and found["exit_codes"][-1] == 0
-        and not found["orphans"]
-        and not found["still_listening"]
-        and not found["shared_memory"]
-        and not found["temporary_left"]
-    )
+    left = any(found[what] for what in ("hung", "orphans", "still_listening", "shared_memory", "temporary_left"))
+    found["good"] = found["same_bits"] and found["nothing_lost"] and found["exit_codes"][-1] == 0 and not left
     return found
+
+
+COUNTED = {  # in how many trials there is what
+    "good": "good",
+    "same_bits": "same_bits",
+    "nothing_lost": "nothing_lost",
+    "hangs": "hung",
+    "with_orphans": "orphans",
+    "still_listening": "still_listening",
+    "with_shared_memory_left": "shared_memory",
+    "with_temporary_folders_left": "temporary_left",
+    "while_writing": "writing_at_kill",
+}
 
 
 def summary(trials: list[dict[str, Any]], missed: int) -> dict[str, Any]:
     return {
         "trials": len(trials),
-        "good": sum(each["good"] for each in trials),
-        "same_bits": sum(each["same_bits"] for each in trials),
-        "nothing_lost": sum(each["nothing_lost"] for each in trials),
-        "hangs": sum(each["hung"] for each in trials),
-        "with_orphans": sum(bool(each["orphans"]) for each in trials),
-        "still_listening": sum(bool(each["still_listening"]) for each in trials),
-        "with_shared_memory_left": sum(bool(each["shared_memory"]) for each in trials),
-        "with_temporary_folders_left": sum(bool(each["temporary_left"]) for each in trials),
-        "while_writing": sum(each["writing_at_kill"] for each in trials),
+        **{what: sum(bool(each[key]) for each in trials) for what, key in COUNTED.items()},
         "missed": missed,
         **{
             what: dict(sorted(Counter(str(each[key]) for each in trials).items()))

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core import everywhere
+from start import say
 from torch import Tensor, nn
-from torture import as_workers, say, write
+from torture import as_workers, write
 
 import offbeat
 from offbeat.core.links import Link, Message

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core import begin, everywhere
+from start import say
 from torch import nn
-from torture import as_workers, say, write
+from torture import as_workers, write
 
 import offbeat
 from offbeat import models

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -18,35 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torture import say, write
+from start import say
+from torture import write
 from torture_kills import Command, processes, wait_for
 
 K = 2
-RECIPE = [
-    "--model",
-    "resnet8",
-    "--data",
-    "synthetic",
-    "--samples",
-    "2048",
-    "--batch-size",
-    "32",
-    "--epochs",
-    "100000",
-    "--method",
-    "adl",
-    "-M",
-    "2",
-    "-K",
-    str(K),
-    "--engine",
-    "processes",
-    "--threads-per-stage",
-    "1",
-    "--checkpoint-every",
-    "100b",
-    "--json",
-]
+RECIPE = shlex.split(
+    f"--model resnet8 --data synthetic --samples 2048 --batch-size 32 --epochs 100000 --method adl -M 2 -K {K} "
+    "--engine processes --threads-per-stage 1 --checkpoint-every 100b --json"
+)
 GROWTH = 0.02  # of what a worker holds, over the time looked at: less counts as flat
 
 

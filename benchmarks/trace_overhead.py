@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core import begin, everywhere
-from start import arguments, in_processes
+from start import in_processes, origin, settings_of, write_record
 from torch import nn
 
 import offbeat
@@ -31,13 +31,12 @@ from offbeat import models
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
 from offbeat.observe.tracing import EventRecorder, HostWatch, TracedLink, Tracing
-from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import sgd, spread
 
 K, M = 2, 4
 WANTED = 1.02
 AFTER = 2  # turns in which the first process hears of the others and writes
-MADE = provenance()  # of what was there at the beginning
+MADE = origin()  # of what was there at the beginning
 
 
 def noting(messages: int = 20_000) -> float:
@@ -129,31 +128,19 @@ def summary(options: argparse.Namespace, found: list[dict[str, Any]], trace: dic
     }
     for name, (middle, least, most) in rows.items():
         print(f"{name:10s} {middle:.5f} ({least:.5f}, {most:.5f})")
-    if options.out:
-        made = {**MADE, "command": ["python", "benchmarks/trace_overhead.py", *arguments()]}
-        Path(options.out).write_text(
-            json.dumps(
-                {
-                    "settings": {
-                        "model": "resnet20",
-                        "K": K,
-                        "M": M,
-                        "batch_size": options.batch_size,
-                        "turns": options.turns,
-                        "rounds": options.rounds,
-                    },
-                    "wanted": f"wall below {WANTED}",
-                    "good": rows["wall"][0] < WANTED,
-                    "ratios": rows,
-                    "events_a_batch": events / options.turns,
-                    "seconds_an_event": each,
-                    "stretches": found,
-                    "provenance": made,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+    write_record(
+        options.out,
+        {
+            "settings": {"model": "resnet20", "K": K, "M": M, **settings_of(options)},
+            "wanted": f"wall below {WANTED}",
+            "good": rows["wall"][0] < WANTED,
+            "ratios": rows,
+            "events_a_batch": events / options.turns,
+            "seconds_an_event": each,
+            "stretches": found,
+            "provenance": MADE,
+        },
+    )
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """What is shown of methods and runs: pictures in files, tables, and the HTML report.
 
     read, traces, cuts                       what run folders hold
-    comparison, reproduction, bench_table    tables, for the terminal and for documents
+    comparison, reproduction                 tables, for the terminal and for documents
+    bench_table, until_table
     charts, figures, style                   charts as declarations for Vega-Lite; the only ones that import Altair
     draw, text                               pictures in files
     page, sections, overview, stages, ...    the HTML report, in the template page.html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -98,35 +99,18 @@ def gradient(row: RowRecord) -> str:
 def cells(record: Record) -> list[list[str]]:
     """A line per row, in the order of the record; columns as in HEAD."""
     rows, best = measured(record), best_synchronous(record)
+
+    def speeds(row: RowRecord) -> list[str]:
+        others = (rows.get("bp"), best)
+        return [ranged(row["samples_per_second"]), *(f"{times_faster(row, one):.2f}" if one else "" for one in others)]
+
     found = []
     for row in rows.values():
         share = share_of_bound(row, record)
-        found.append(
-            [
-                title(row),
-                ranged(row["samples_per_second"]),
-                f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
-                f"{times_faster(row, best):.2f}" if best else "",
-                "" if share is None else f"{share:.2f}",
-                gradient(row),
-                size(row["memory_per_worker"]),
-                size(row["bytes_moved"]),
-            ]
-        )
+        held = [gradient(row), size(row["memory_per_worker"]), size(row["bytes_moved"])]
+        found.append([title(row), *speeds(row), "" if share is None else f"{share:.2f}", *held])
     if record["bound"]["seconds_per_batch"]:
-        bound = record["bound"]
-        found.append(
-            [
-                "no-communication bound of the cuts",
-                ranged(bound["samples_per_second"]),
-                f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
-                f"{times_faster(bound, best):.2f}" if best else "",
-                "1",
-                "",
-                "",
-                "",
-            ]
-        )
+        found.append(["no-communication bound of the cuts", *speeds(record["bound"]), "1", "", "", ""])
     return found
 
 
@@ -232,11 +216,16 @@ def _against_ddp(adl: RowRecord, ddp: RowRecord, late: str) -> str:
 
 def notes(record: Record) -> list[str]:
     """What each row's figures mean, and what holds for all."""
-    rows: dict[str, list[str]] = {}
-    for row in measured(record).values():
+    return [*noted(measured(record).values()), *common_notes(record)]
+
+
+def noted(rows: Iterable[RowRecord]) -> list[str]:
+    """The notes of rows; those with the same one share a line."""
+    titles: dict[str, dict[str, None]] = {}
+    for row in rows:
         if row["note"]:
-            rows.setdefault(row["note"], []).append(row["title"])
-    return [*(f"{'; '.join(titles)}: {note}" for note, titles in rows.items()), *common_notes(record)]
+            titles.setdefault(row["note"], {})[row["title"]] = None
+    return [f"{'; '.join(names)}: {note}" for note, names in titles.items()]
 
 
 def common_notes(record: Record) -> list[str]:

@@ -11,11 +11,10 @@ from offbeat.errors import first_line
 from offbeat.report import bench_table
 from offbeat.report import figures as drawn
 from offbeat.report.overview import ran
-from offbeat.report.read import mapping, numbers, read_json
+from offbeat.report.read import INCOMPLETE, mapping, numbers, read_json
 from offbeat.report.sections import Block, Drawing, ReportPart, Section, charts, figures, missing, notes, table
 
 LETTERS = (("K", "K"), ("b", "batch_size"))
-ODD = (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)  # raised by a record that is not complete
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, str]:
@@ -93,7 +92,7 @@ def _headline(rows: Sequence[dict[str, Any]]) -> Block:
 def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, str, str]]:
     try:
         return [("Offbeat : torch", f"{bench_table.times_faster(ours, theirs):.2f}", "the fastest of each, in a round")]
-    except ODD:
+    except INCOMPLETE:
         return []
 
 
@@ -113,8 +112,9 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
 def _table(content: dict[str, Any]) -> Block:
     """The rows and their notes as in table.md."""
     try:
-        return table(bench_table.HEAD, bench_table.cells(content), notes=bench_table.notes(content))
-    except ODD as error:
+        rows = [dict(zip(bench_table.HEAD, line, strict=True)) for line in bench_table.cells(content)]
+        return table(rows, notes=bench_table.notes(content))
+    except INCOMPLETE as error:
         return missing(f"no table: bench.json lacks what belongs there ({first_line(error)})", warn=True)
 
 
@@ -122,7 +122,7 @@ def _choice(content: dict[str, Any]) -> list[Section]:
     """Which row is the better choice when, where the record is complete enough."""
     try:
         advice = bench_table.advice(content)
-    except ODD:
+    except INCOMPLETE:
         return []
     return [Section("Which to choose", "By this run.").add(notes(advice))] if advice else []
 

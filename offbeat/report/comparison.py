@@ -237,8 +237,8 @@ def _notes(
             yield f"{row.label}, seed {seed}: no result ({reason})"
 
 
-def cells(row: ComparisonRow, task: LearningTask = CLASSIFICATION) -> list[str]:
-    """The figures of a row as text."""
+def cells(row: ComparisonRow, task: LearningTask = CLASSIFICATION) -> dict[str, str]:
+    """The figures of a row as text, by column."""
     total = len(row.errors) + len(row.failed)
     if row.error is None or row.error_range is None:
         error = "failed"
@@ -250,17 +250,19 @@ def cells(row: ComparisonRow, task: LearningTask = CLASSIFICATION) -> list[str]:
     ages = [f"{age:.2f}" for age in row.staleness or ()]
     if row.jacobian:
         ages = [f"{age}/{jacobian:g}" for age, jacobian in zip(ages, row.jacobian, strict=True)]
-    return [
-        row.label,
-        str(row.M),
-        str(row.samples_per_update),
-        f"{row.batchnorm_batch:g}" if task is CLASSIFICATION else "-",
-        error,
-        "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
-        "-" if row.speed_up is None else f"{row.speed_up:.2f}",
-        _short([f"{peak / 1e6:,.0f}" if peak >= 1e7 else f"{peak / 1e6:.1f}" for peak in row.memory or ()]),
-        _short(ages),
-    ]
+    return {
+        "method": row.label,
+        "M": str(row.M),
+        "per update": str(row.samples_per_update),
+        "BN batch": f"{row.batchnorm_batch:g}" if task is CLASSIFICATION else "-",
+        task.heading: error,
+        task.speed_unit: "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
+        "x BP": "-" if row.speed_up is None else f"{row.speed_up:.2f}",
+        "peak MB per stage": _short(
+            [f"{peak / 1e6:,.0f}" if peak >= 1e7 else f"{peak / 1e6:.1f}" for peak in row.memory or ()]
+        ),
+        "staleness per stage": _short(ages),
+    }
 
 
 def _short(stages: list[str]) -> str:
@@ -269,34 +271,17 @@ def _short(stages: list[str]) -> str:
     return " ".join(stages) if len(stages) <= STAGES_IN_FULL else f"{stages[0]} .. {stages[-1]}"
 
 
-def columns(comparison: Comparison) -> tuple[str, ...]:
-    """The headings of the table."""
-    task = comparison.learning_task
-    return (
-        "method",
-        "M",
-        "per update",
-        "BN batch",
-        task.heading,
-        task.speed_unit,
-        "x BP",
-        "peak MB per stage",
-        "staleness per stage",
-    )
-
-
-def filled(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows without the columns that no row has a figure for."""
-    headings, rows = columns(comparison), [cells(row, comparison.learning_task) for row in comparison.rows]
-    shown = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
-    return [headings[place] for place in shown], [[row[place] for place in shown] for row in rows]
+def filled(comparison: Comparison) -> list[dict[str, str]]:
+    """The rows without the columns that no row has a figure for."""
+    rows = [cells(row, comparison.learning_task) for row in comparison.rows]
+    return [{name: cell for name, cell in row.items() if any(other[name] != "-" for other in rows)} for row in rows]
 
 
 def table(comparison: Comparison) -> Table:
     """For a terminal of 80 columns and more: long names and the figures of stages go over several lines."""
-    headings, rows = filled(comparison)
+    rows = filled(comparison)
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in headings:
+    for name in rows[0]:
         heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
         heading = heading.replace("per update", "per\nupdate")
         breaks = name == "method" or name.endswith("per stage")
@@ -308,16 +293,13 @@ def table(comparison: Comparison) -> Table:
             overflow="fold",
         )
     for row in rows:
-        made.add_row(row[0].replace(":", " "), *row[1:])
+        made.add_row(*{**row, "method": row["method"].replace(":", " ")}.values())
     return made
 
 
 def markdown(comparison: Comparison) -> str:
     """The same for documents."""
-    headings = columns(comparison)
-    head = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
-    rows = [
-        f"| {' | '.join(cell.replace('|', '/') for cell in cells(row, comparison.learning_task))} |"
-        for row in comparison.rows
-    ]
-    return document(comparison.title, [*head, *rows], comparison.notes, comparison.provenance)
+    rows = [cells(row, comparison.learning_task) for row in comparison.rows]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row.values())} |" for row in rows]
+    head = [f"| {' | '.join(rows[0])} |", f"|---|{'---:|' * (len(rows[0]) - 1)}"]
+    return document(comparison.title, [*head, *lines], comparison.notes, comparison.provenance)

@@ -1,4 +1,4 @@
-"""Pictures in files, .svg, .png or .txt: timelines, staleness, learning curves, benchmarks, scaling studies.
+"""Pictures in files, .svg or .png: timelines, staleness, learning curves (also .txt), benchmarks, scaling studies.
 
 A file is written completely or not at all, and the same arguments give the same bytes. Charts need Altair and
 vl-convert, which training does not need: a command that only also draws calls `by_the_way`, and continues without.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import PackageMissing, UserError, first_line, print_once, require
 from offbeat.method import Method
 from offbeat.report import text
-from offbeat.report.gantt import heading
 from offbeat.runs.record import write
 from offbeat.runs.task import CLASSIFICATION, LearningTask
 from offbeat.timeline import Costs
@@ -49,32 +49,31 @@ def draw_timeline(
     method: Method, costs: Costs, path: Path | str, *, batches: int = 8, title: str | None = None
 ) -> None:
     """Draw when every stage does what (the paper's Fig. 1), fill and drain included."""
-    path = check_picture(path)
     if batches < 1:
         raise UserError(f"{batches} batches to draw: use a whole number from 1 up")
-    if _is_text(path):
-        _write(path, text.timeline_text(method, costs, batches=batches, title=title))
-    else:
-        figures = _figures()
-        _save(
-            figures.method_timeline(method, costs, batches),
-            path,
-            title=title or heading(method, costs, batches),
-            width=1180,
-        )
+
+    def chart(kind: str) -> bytes:
+        from offbeat.report import figures
+
+        drawn = figures.method_timeline(method, costs, batches)
+        return rendered(drawn, kind, title=title or text.heading(method, costs, batches), width=1180)
+
+    _draw(path, lambda: text.timeline_text(method, costs, batches=batches, title=title), chart)
 
 
 def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path | str, *, largest_M: int = 16) -> None:
     """Draw the mean staleness of every stage against M = 1..largest_M (the paper's Fig. 2)."""
-    path = check_picture(path)
     for letter, value in (("K", K), ("largest M", largest_M)):
         if value < 1:
             raise UserError(f"{letter} = {value}: use a whole number from 1 up")
-    if _is_text(path):
-        _write(path, text.staleness_text(method_of_M, K, largest_M=largest_M))
-    else:
-        chart = _figures().staleness(method_of_M, K, largest_M)
-        _save(chart, path, title=f"{method_of_M(1).name}, K={K}: mean staleness against M")
+
+    def chart(kind: str) -> bytes:
+        from offbeat.report import figures
+
+        title = f"{method_of_M(1).name}, K={K}: mean staleness against M"
+        return rendered(figures.staleness(method_of_M, K, largest_M), kind, title=title)
+
+    _draw(path, lambda: text.staleness_text(method_of_M, K, largest_M=largest_M), chart)
 
 
 def draw_curves(
@@ -87,60 +86,57 @@ def draw_curves(
 ) -> None:
     """Draw the metric of several runs per method against the epoch, or against the seconds of training until then (not
     in text)."""
-    path = check_picture(path)
-    if _is_text(path):
-        _write(path, text.curves_text(runs, title=title))
-    else:
-        figures = _figures()
-        across = "epoch" if times is None else "minutes of training"
-        drawn = figures.curve_lines(runs, times, task=task)
-        chart = figures.curves(drawn, across=across, what=task.axis, height=400, width=PICTURE)
-        several = any(len(curves) > 1 for curves in runs.values())
-        _save(
-            chart,
-            path,
-            title=title,
-            subtitle="median of the runs, in the band of their range; the legend has the last value"
-            if several
-            else "the legend has the last value",
-        )
+    chart = partial(curves_rendered, runs, title=title, times=times, task=task)
+    _draw(path, lambda: text.curves_text(runs, title=title), chart)
+
+
+def curves_rendered(
+    runs: Mapping[str, Sequence[Sequence[float]]],
+    kind: str,
+    *,
+    title: str,
+    times: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    task: LearningTask = CLASSIFICATION,
+) -> bytes:
+    """The same as "svg" or "png"."""
+    from offbeat.report import figures
+
+    across = "epoch" if times is None else "minutes of training"
+    drawn = figures.curve_lines(runs, times, task=task)
+    chart = figures.curves(drawn, across=across, what=task.axis, height=400, width=PICTURE)
+    several = any(len(curves) > 1 for curves in runs.values())
+    subtitle = "median of the runs, in the band of their range; " * several + "the legend has the last value"
+    return rendered(chart, kind, title=title, subtitle=subtitle)
 
 
 def draw_bench(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw the speeds in a record of `offbeat bench`."""
-    from offbeat.report import bench_table
 
-    path = check_picture(path)
-    if _is_text(path):
-        _write(path, text.bench_text(record))
-    else:
-        figures = _figures()
-        chart = figures.speeds(figures.measured(record["rows"]), record["bound"])
-        _save(
-            chart,
-            path,
-            title=bench_table.setting(dict(record)),
-            width=860,
-            subtitle="median of the rounds, whiskers from the slowest to the fastest; lighter: late gradients",
-        )
+    def chart(kind: str) -> bytes:
+        from offbeat.report import bench_table, figures
+
+        drawn = figures.speeds(figures.measured(record["rows"]), record["bound"])
+        subtitle = "median of the rounds, whiskers from the slowest to the fastest; lighter: late gradients"
+        return rendered(drawn, kind, title=bench_table.setting(dict(record)), width=860, subtitle=subtitle)
+
+    _draw(path, None, chart)
 
 
 def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw a record of `offbeat bench scaling`."""
-    path = check_picture(path)
-    if _is_text(path):
-        _write(path, text.scaling_text(record))
-    else:
-        figures, simulation = _figures(), record["simulation"]
-        made = {**figures.speed_ups(record, width=PANEL), **figures.growth(record, width=PANEL)}
-        setting = ", ".join(f"{name}={simulation[key]}" for name, key in (("b", "batch_size"), ("M", "M")))
-        _save(
-            panels(made.values()),
-            path,
-            title=f"{simulation['model']}, {setting}",
-            width=None,
-            subtitle="lines: by the clock from measured units; circles: measured",
+
+    def chart(kind: str) -> bytes:
+        from offbeat.report import figures
+
+        drawn = panels(
+            [*figures.speed_ups(record, width=PANEL).values(), *figures.growth(record, width=PANEL).values()]
         )
+        simulation = record["simulation"]
+        title = f"{simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}"
+        subtitle = "lines: by the clock from measured units; circles: measured"
+        return rendered(drawn, kind, title=title, width=None, subtitle=subtitle)
+
+    _draw(path, None, chart)
 
 
 def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.ConcatChart:
@@ -161,29 +157,31 @@ def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.Concat
 # ---- files
 
 
-def _figures() -> Any:
-    require_charts()
-    from offbeat.report import figures
+def _draw(path: Path | str, words: Callable[[], str] | None, chart: Callable[[str], bytes]) -> None:
+    """Write the words into a .txt file, if there are any, or the chart as the kind of picture that the file's name
+    states."""
+    path = check_picture(path, SUFFIXES if words else SUFFIXES[:2])
+    kind = path.suffix.lower()[1:]
+    if words and kind == "txt":
+        content = f"{words()}\n".encode()
+    else:
+        require_charts()
+        content = chart(kind)
+    try:
+        write(path, content)
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"picture {str(path)!r}: cannot be written, {reason}; use another place") from error
 
-    return figures
 
-
-def _is_text(path: Path) -> bool:
-    return path.suffix.lower() == ".txt"
-
-
-def check_picture(path: Path | str) -> Path:
+def check_picture(path: Path | str, suffixes: Sequence[str] = SUFFIXES) -> Path:
     """The file as a path; refuses one that cannot be drawn to: another suffix, or no such folder."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(SUFFIXES)}")
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UserError(f"picture {str(path)!r}: there is no folder {str(path.parent)!r}, make it first")
     return path
-
-
-def _save(chart: Any, path: Path, *, title: str, subtitle: str = "", width: int | None = PICTURE) -> None:
-    _write(path, rendered(chart, path.suffix.lower()[1:], title=title, subtitle=subtitle, width=width))
 
 
 def rendered(chart: Any, kind: str, *, title: str, subtitle: str = "", width: int | None = PICTURE) -> bytes:
@@ -223,11 +221,3 @@ def vega_lite_version() -> str:
     import altair as alt
 
     return ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    try:
-        write(path, content + "\n" if isinstance(content, str) else content)
-    except OSError as error:
-        reason = error.strerror or first_line(error)
-        raise UserError(f"picture {str(path)!r}: cannot be written, {reason}; use another place") from error

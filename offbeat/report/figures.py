@@ -10,13 +10,12 @@ import altair as alt
 
 from offbeat.method import Method
 from offbeat.ops import Backward, Forward, Update
-from offbeat.report import gantt
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines
-from offbeat.report.curves import clock, points
+from offbeat.report.curves import points
 from offbeat.report.formatting import size
 from offbeat.report.read import mapping, mappings, numbers
 from offbeat.report.style import colour, shade
-from offbeat.report.text import staleness_of_stages
+from offbeat.report.text import staleness_of_stages, unit
 from offbeat.runs.task import CLASSIFICATION, LearningTask
 from offbeat.timeline import Costs, timeline
 
@@ -36,7 +35,7 @@ def curve_lines(runs: Curves, times: Curves | None = None, *, task: LearningTask
     drawn = []
     for place, (name, curves) in enumerate(runs.items()):
         found = points(curves)
-        across = [point.epoch for point in found] if times is None else clock(times[name])
+        across = range(1, len(found) + 1) if times is None else [point.middle / 60 for point in points(times[name])]
         band = [(point.lowest, point.highest) for point in found] if len(curves) > 1 else []
         values = [(float(at), point.middle) for at, point in zip(across, found, strict=True)]
         drawn.append(
@@ -65,7 +64,7 @@ def curves(
 
 def method_timeline(method: Method, costs: Costs, batches: int) -> alt.LayerChart:
     """When every stage does what, fill and drain included, with the version of the weights in each box."""
-    scale, name = gantt.unit(costs)
+    scale, name = unit(costs)
     drawn = []
     for span in timeline(method, batches, costs):
         operation = span.operation
@@ -201,14 +200,8 @@ def speed_ups(content: Mapping[str, Any], *, width: int | None = None) -> Panels
         drawn = []
         for place, link in enumerate(dict.fromkeys(str(row.get("link", "")) for row in mine)):
             found = _series([row for row in mine if str(row.get("link", "")) == link], "speedup", max)
-            drawn.append(
-                Line(
-                    link,
-                    [point for point in found if point[1] >= LEAST and point[0] > 0],
-                    colour=place,
-                    dash=2 if link == "no cost" else None,
-                )
-            )
+            fast = [point for point in found if point[1] >= LEAST and point[0] > 0]
+            drawn.append(Line(link, fast, colour=place, dash=2 if link == "no cost" else None))
         drawn += [Line("measured, one core per stage", seen, colour=7, measured=True)] if seen and method == own else []
         if any(line.points for line in drawn):
             made[f"speed-up-{method}"] = (
@@ -224,13 +217,11 @@ def growth(content: Mapping[str, Any], *, width: int | None = None) -> Panels:
     strong = [row for row in points_of if row.get("axis") == "strong"]
     made: Panels = {}
     memory = []
-    for place, (label, how) in enumerate((("largest stage", max), ("all stages together", sum))):
-
-        def megabytes(values: list[float], how: Any = how) -> float:
-            return float(how(values)) / 1e6
-
-        memory.append(Line(f"{label}, counted", _series(counted, "memory_counted", megabytes), colour=place))
-        memory.append(Line(f"{label}, measured", _series(strong, "memory", megabytes), colour=place, measured=True))
+    whole: dict[str, Callable[[list[float]], float]] = {"largest stage": max, "all stages together": sum}
+    for place, (label, how) in enumerate(whole.items()):
+        for rows, key, seen in ((counted, "memory_counted", False), (strong, "memory", True)):
+            found = [(at, value / 1e6) for at, value in _series(rows, key, how)]
+            memory.append(Line(f"{label}, {'measured' if seen else 'counted'}", found, colour=place, measured=seen))
     if any(line.points for line in memory):
         made["memory"] = ("Memory", _by_stages(memory, "MB", width=width, log=None))
     first = [{**row, "staleness_measured": first_staleness(row)} for row in strong]
@@ -244,14 +235,8 @@ def growth(content: Mapping[str, Any], *, width: int | None = None) -> Panels:
     if times := _times(points_of):
         K = next((row["K"] for row in points_of if row["axis"] in ("batch", "depth")), None)
         title = "Time per batch" + (f" (batch and depth: K={K})" if K else "")
-        chart = lines(
-            times,
-            x=Axis("times the smallest", doubling=True, format="~g"),
-            height=240,
-            width=width,
-            y=Axis("seconds", log=True, format=".3~g"),
-        )
-        made["time"] = (title, chart)
+        x, y = Axis("times the smallest", doubling=True, format="~g"), Axis("seconds", log=True, format=".3~g")
+        made["time"] = (title, lines(times, x=x, y=y, height=240, width=width))
     return made
 
 

@@ -59,6 +59,17 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
+def markdown_rows(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table of rows with the same columns.
+
+    >>> print(markdown_rows([{"a": "1", "b": "2"}]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return markdown(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def document(title: str, lines: Sequence[str], notes: Sequence[str], provenance: Mapping[str, Any]) -> str:
     """A table, its notes, and where it comes from."""
     made = provenance

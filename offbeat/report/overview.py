@@ -35,7 +35,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
         replicas = f" replicas={recipe.replicas}" if recipe.replicas > 1 else ""
         network = f" {recipe.model}" if several else ""
         made[_key(recipe)] = f"{recipe.method} K={recipe.K}{replicas}{accumulated}{network}"
-    for name in MORE:
+    for name in DISTINGUISHING:
         values = {_key(recipe): getattr(recipe, name) for recipe in known}
         before = dict(made)
         for key, label in before.items():
@@ -46,7 +46,8 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 MOST_POINTS = 1200  # of a chart of curves: four lines of 300 epochs
-MORE = (
+# settings by which runs of a method are told apart, and those that change no result
+DISTINGUISHING = (
     "data",
     "batch_size",
     "weights",
@@ -62,22 +63,12 @@ MORE = (
     "messages",
     "threads_per_stage",
 )
-
-
-BESIDE = (
-    "seed",
-    "data_workers",
-    "trace",
-    "diagnose",
-    "checkpoint_every",
-    "checkpoint_mode",
-    "keep",
-)  # that change no result
+WITHOUT_EFFECT = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")
 
 
 def _key(recipe: Recipe) -> str:
     """Equal for recipes that differ only in their seed, or in settings that change no result."""
-    return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
+    return str({name: value for name, value in recipe.as_dict().items() if name not in WITHOUT_EFFECT})
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
@@ -151,12 +142,17 @@ def headline(run: RunRecord) -> Block:
         remark = "evaluation included" if run.state == "finished" else "of training"
         shown.append(("time", duration(run.seconds), remark))
     if run.staleness:
-        stalest = max(range(len(run.staleness)), key=lambda here: run.staleness[here] if run.staleness else 0)
-        shown.append(("staleness", f"{run.staleness[stalest]:.2f}", f"updates, stage {stalest + 1}, the stalest"))
+        late, k = _largest(run.staleness)
+        shown.append(("staleness", f"{late:.2f}", f"updates, stage {k}, the stalest"))
     if run.memory:
-        most = max(range(len(run.memory)), key=lambda here: run.memory[here] if run.memory else 0)
-        shown.append(("peak memory", size(run.memory[most]), f"stage {most + 1}, the largest of {len(run.memory)}"))
+        most, k = _largest(run.memory)
+        shown.append(("peak memory", size(most), f"stage {k}, the largest of {len(run.memory)}"))
     return figures(shown)
+
+
+def _largest(of_stages: Sequence[float]) -> tuple[float, int]:
+    """The largest value, and its stage."""
+    return max(of_stages), of_stages.index(max(of_stages)) + 1
 
 
 def headlines(groups: Groups) -> Block:
@@ -168,13 +164,12 @@ def headlines(groups: Groups) -> Block:
         metrics = _medians({label: [run.metric for run in group] for label, group in members.items()})
         speeds = _medians({label: [run.speed for run in group] for label, group in members.items()})
         if metrics:
-            best = min(metrics, key=lambda label: metrics[label])
+            best, worst = min(metrics, key=metrics.__getitem__), max(metrics, key=metrics.__getitem__)
             shown.append((f"lowest {task.metric}", task.shown(metrics[best], space=" "), best))
-        if len(metrics) > 1:
-            worst = max(metrics, key=lambda label: metrics[label])
-            shown.append((f"highest {task.metric}", task.shown(metrics[worst], space=" "), worst))
+            if len(metrics) > 1:
+                shown.append((f"highest {task.metric}", task.shown(metrics[worst], space=" "), worst))
         if speeds:
-            fastest = max(speeds, key=lambda label: speeds[label])
+            fastest = max(speeds, key=speeds.__getitem__)
             shown.append((f"most {task.unit} per second", f"{speeds[fastest]:,.0f}", fastest))
     return figures(shown)
 
@@ -188,12 +183,8 @@ def by_task(groups: Groups) -> dict[LearningTask, Groups]:
 
 
 def _medians(values: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    return {label: middle for label, given in values.items() if (middle := _middle(given)) is not None}
-
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return median(there) if there else None
+    known = {label: [value for value in given if value is not None] for label, given in values.items()}
+    return {label: median(there) for label, there in known.items() if there}
 
 
 # ---- curves and errors
@@ -270,21 +261,25 @@ def results_title(tasks: Collection[LearningTask]) -> str:
 
 def _results(task: LearningTask, groups: Groups) -> Block:
     several = any(run.top5 is not None for group in groups.values() for run in group)
-    metric = {
-        task.heading: lambda run: _cell(run.metric, f".{task.digits}f"),
-        "lowest %" if task.percent else "lowest": lambda run: _cell(run.best and run.best.test, f".{task.digits}f"),
-        "at epoch": lambda run: f"{run.best.number}" if run.best else "-",
-    }
     columns: dict[str, Callable[[RunRecord], str]] = {
-        **metric,
+        task.heading: lambda run: _cell(run.metric, f".{task.digits}f"),
+        "lowest %" if task.percent else "lowest": lambda run: _cell(
+            run.best.test if run.best else None, f".{task.digits}f"
+        ),
+        "at epoch": lambda run: f"{run.best.number}" if run.best else "-",
         **({"top-5 %": lambda run: _cell(run.top5)} if several else {}),
         task.speed_unit: lambda run: _cell(run.speed, ",.0f"),
         "time": lambda run: duration(run.seconds) if run.seconds else "-",
         **{name: partial(_setting, field=field) for name, field in SETTINGS.items()},
         "state": lambda run: run.state,
     }
-    rows = [[label, *(cell(run) for cell in columns.values())] for label, group in groups.items() for run in group]
-    return table(["run", *columns], rows)
+    return table(
+        [
+            {"run": label, **{name: cell(run) for name, cell in columns.items()}}
+            for label, group in groups.items()
+            for run in group
+        ]
+    )
 
 
 SETTINGS = {"seed": "seed", "K": "K", "M": "M", "batch": "batch_size", "lr": "lr"}  # in a table of results

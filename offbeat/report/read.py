@@ -24,6 +24,8 @@ from offbeat.runs.record import Changes, changes_of, standing
 from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
 
 T = TypeVar("T")
+# raised where a record lacks something, or has another kind of value
+INCOMPLETE = (UserError, OSError, LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)

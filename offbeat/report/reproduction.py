@@ -311,58 +311,46 @@ def _notes(table: Table, rows: list[RowResult], settings: dict[str, Any], others
 # ---- text
 
 
-COLUMNS = ("row", "paper", "ours", "lowest", "highest", "n", "difference", "samples/s", "state")
-SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "samples/s", "state")
-TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
-LOSSES = ("row", "loss", "lowest", "highest", "n", "to BP", LANGUAGE.heading, LANGUAGE.speed_unit, "state")
+def lines_of(reproduction: Reproduction, *, short: bool = False) -> list[dict[str, str]]:
+    """The figures of all rows as text, by column; short: for a terminal, with the range beside the median."""
+    return [_cells(row, reproduction.learning_task, top5=reproduction.top5, short=short) for row in reproduction.rows]
 
 
-def columns(reproduction: Reproduction, *, short: bool = False) -> tuple[str, ...]:
-    """The headings of the table; short: for a terminal, where the range is beside the median."""
-    if reproduction.learning_task is LANGUAGE:
-        return tuple(name for name in LOSSES if not short or name not in ("lowest", "highest"))
-    if short:
-        return tuple(name for name in SHORT if reproduction.top5 or "top-5" not in name)
-    return TOP5 if reproduction.top5 else COLUMNS
-
-
-def cells(row: RowResult, task: LearningTask = CLASSIFICATION) -> dict[str, str]:
-    """The figures of a row as text, by column."""
-
+def _cells(row: RowResult, task: LearningTask, *, top5: bool, short: bool) -> dict[str, str]:
     def shown(value: float | None, form: str = ".2f") -> str:
         return "-" if value is None else f"{value:{form}}"
 
-    def middle(value: float | None, form: str = ".2f") -> str:
-        diverged = value is None and any(run.state == "diverged" for run in row.runs)
-        return "div." if diverged else shown(value, form)
-
-    if task is LANGUAGE:
-        lowest, highest = row.loss_range or (None, None)
+    text = task is LANGUAGE
+    value, ends, form = (row.loss, row.loss_range, ".3f") if text else (row.error, row.error_range, ".2f")
+    diverged = value is None and any(run.state == "diverged" for run in row.runs)
+    middle = "div." if diverged else shown(value, form)
+    lowest, highest = (shown(end, form) for end in ends or (None, None))
+    if short and row.n > 1:
+        middle += f" ({lowest}-{highest})"
+    spread = {} if short else {"lowest": lowest, "highest": highest}
+    speed, state = shown(row.samples_per_second, ",.0f"), _state(row.runs)
+    if text:
         return {
             "row": row.name,
-            "loss": middle(row.loss, ".3f"),
-            "lowest": shown(lowest, ".3f"),
-            "highest": shown(highest, ".3f"),
+            "loss": middle,
+            **spread,
             "n": str(row.n),
             "to BP": shown(row.difference, "+.3f"),
             task.heading: shown(row.error, f".{task.digits}f"),
-            task.speed_unit: shown(row.samples_per_second, ",.0f"),
-            "state": _state(row.runs),
+            task.speed_unit: speed,
+            "state": state,
         }
-    lowest, highest = row.error_range or (None, None)
+    tops = {"paper top-5": shown(row.paper.top5 if row.paper else None), "ours top-5": shown(row.top5)}
     return {
         "row": row.name,
         "paper": "-" if row.paper is None else "div." if row.paper.error is None else f"{row.paper.error:.2f}",
-        "ours": middle(row.error),
-        "lowest": shown(lowest),
-        "highest": shown(highest),
+        "ours": middle,
+        **spread,
         "n": str(row.n),
-        "difference": shown(row.difference, "+.2f"),
-        "diff.": shown(row.difference, "+.2f"),
-        "paper top-5": shown(row.paper.top5 if row.paper else None),
-        "ours top-5": shown(row.top5),
-        "samples/s": shown(row.samples_per_second, ",.0f"),
-        "state": _state(row.runs),
+        "diff." if short else "difference": shown(row.difference, "+.2f"),
+        **(tops if top5 else {}),
+        "samples/s": speed,
+        "state": state,
     }
 
 
@@ -386,27 +374,27 @@ def _state(runs: list[SeedRun]) -> str:
 
 def grid(reproduction: Reproduction) -> Grid:
     """For a terminal: the range is beside the median."""
-    names, task = columns(reproduction, short=True), reproduction.learning_task
-    middle = "loss" if task is LANGUAGE else "ours"
+    rows = lines_of(reproduction, short=True)
     made = Grid(title=reproduction.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in names:
+    for name in rows[0]:
         left = name in ("row", "state")
         heading = name.replace(" top-5", "\ntop-5")
         made.add_column(heading, justify="left" if left else "right", no_wrap=name != "state", overflow="fold")
-    for row in reproduction.rows:
-        texts = cells(row, task)
-        texts[middle] += f" ({texts['lowest']}-{texts['highest']})" if row.n > 1 else ""
-        made.add_row(*(texts[name] for name in names))
+    for row in rows:
+        made.add_row(*row.values())
     return made
 
 
 def markdown(reproduction: Reproduction) -> str:
     """The same for documents, with each row's setting and the place of the paper's value."""
-    task = reproduction.learning_task
-    names = (*columns(reproduction), "setting", *(() if task is LANGUAGE else ("in the paper",)))
-    head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    rows = []
-    for row in reproduction.rows:
-        texts = {**cells(row, task), "setting": row.setting, "in the paper": row.place}
-        rows.append(f"| {' | '.join(texts[name] for name in names)} |")
-    return document(reproduction.title, [*head, *rows], reproduction.notes, reproduction.provenance)
+    rows = [
+        {
+            **line,
+            "setting": row.setting,
+            **({} if reproduction.learning_task is LANGUAGE else {"in the paper": row.place}),
+        }
+        for line, row in zip(lines_of(reproduction), reproduction.rows, strict=True)
+    ]
+    head = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
+    lines = [f"| {' | '.join(row.values())} |" for row in rows]
+    return document(reproduction.title, [*head, *lines], reproduction.notes, reproduction.provenance)

@@ -72,26 +72,17 @@ def _measured(points: Sequence[Mapping[str, Any]]) -> Section:
         late = drawn.first_staleness(point)
         counted = numbers(point.get("memory_counted"))
         rows.append(
-            [
-                *(str(point.get(key, "-")) for key in ("axis", "model", "batch_size", "K")),
-                str(point.get("replicas", 1)),
-                ranged([1e3 * value for value in seconds]) if seconds else "-",
-                f"{1e3 * predicted[0]:,.0f}" if (predicted := numbers(point.get("predicted"))) else "-",
-                size(max(peak)) if peak else "-",
-                size(max(counted)) if counted else "-",
-                f"{late[0]:.2f}" if late else "-",
-            ]
+            {
+                "axis": str(point.get("axis", "-")),
+                "network": str(point.get("model", "-")),
+                "batch": str(point.get("batch_size", "-")),
+                "K": str(point["K"]),
+                "replicas": str(point.get("replicas", 1)),
+                "ms per batch": ranged([1e3 * value for value in seconds]) if seconds else "-",
+                "predicted": f"{1e3 * predicted[0]:,.0f}" if (predicted := numbers(point.get("predicted"))) else "-",
+                "peak memory": size(max(peak)) if peak else "-",
+                "counted": size(max(counted)) if counted else "-",
+                "staleness": f"{late[0]:.2f}" if late else "-",
+            }
         )
-    columns = [
-        "axis",
-        "network",
-        "batch",
-        "K",
-        "replicas",
-        "ms per batch",
-        "predicted",
-        "peak memory",
-        "counted",
-        "staleness",
-    ]
-    return section.add(table(columns, rows, names=("network",)))
+    return section.add(table(rows, names=("network",)))

@@ -66,17 +66,10 @@ def missing(text: str, *, warn: bool = False) -> Block:
     return {"kind": "missing", "text": text, "warn": warn}
 
 
-def table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: Sequence[str] = (), notes: Sequence[str] = ()
-) -> Block:
-    """The first column and those in `names` are text, to the left; all others are figures; notes stand below."""
-    return {
-        "kind": "table",
-        "columns": list(columns),
-        "rows": [list(row) for row in rows],
-        "names": names,
-        "lines": list(notes),
-    }
+def table(rows: Sequence[Mapping[str, str]], *, names: Sequence[str] = (), notes: Sequence[str] = ()) -> Block:
+    """Rows with the same columns. The first column and those in `names` are text, to the left; all others are figures;
+    notes stand below."""
+    return {"kind": "table", "rows": rows, "names": names, "lines": list(notes)}
 
 
 def figures(shown: Sequence[tuple[str, str, str]]) -> Block:

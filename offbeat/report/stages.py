@@ -14,7 +14,7 @@ from offbeat.report.formatting import size
 from offbeat.report.read import DiagnosisLine, RunRecord
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
-from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
+from offbeat.report.traces import Trace, costs_from_shares, planned, planned_idle, usable
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import share_of_decrease
 
@@ -64,22 +64,21 @@ def partition(run: RunRecord, name: str, made: list[CutStage] | None, why: str) 
     def percent(values: Sequence[float], k: int) -> str:
         return f"{100 * values[k] / sum(values):.1f} %" if sum(values) else "-"
 
-    columns = ["stage", "units", "from", "to", "parameters", "share", "FLOPs per sample", "share of FLOPs"]
-    cells = [
-        [
-            f"{k + 1}",
-            f"{part.units}",
-            part.first,
-            part.last,
-            f"{part.parameters:,}",
-            percent(rows[0][1], k),
-            f"{part.flops:,}",
-            percent(rows[1][1], k),
-            *([percent(times, k)] if times else []),
-        ]
+    lines = [
+        {
+            "stage": f"{k + 1}",
+            "units": f"{part.units}",
+            "from": part.first,
+            "to": part.last,
+            "parameters": f"{part.parameters:,}",
+            "share": percent(rows[0][1], k),
+            "FLOPs per sample": f"{part.flops:,}",
+            "share of FLOPs": percent(rows[1][1], k),
+            **({"share of time": percent(times, k)} if times else {}),
+        }
         for k, part in enumerate(made)
     ]
-    return section.add(table([*columns, *(["share of time"] if times else [])], cells, names=("from", "to")))
+    return section.add(table(lines, names=("from", "to")))
 
 
 def _times(trace: Trace) -> list[float] | None:
@@ -176,7 +175,7 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
     costs = trace.costs(method)
     if not usable(costs):
         return section.add(missing("no plan next to it: the trace has no forward or backward of some stage"))
-    first = next((spell.batch for spell in sorted(cut.of(1, "forward"), key=lambda spell: spell.start)), None)
+    first = next((one.batch for one in sorted(cut.of(1, "forward"), key=lambda one: one.start)), None)
     plan = planned(method, costs, turns=turns, length=cut.length, first=first)
     caption = (
         "The same stretch of time by the clock: the recorded median of each operation, each as soon as its message is "
@@ -194,7 +193,7 @@ def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section
 
 
 def _lanes(trace: Trace, length: float, scale: float, unit: str) -> LayerChart:
-    drawn = [Box(spell.k, spell.kind, spell.start / scale, spell.end / scale, spell.batch) for spell in trace.spells]
+    drawn = [Box(one.k, one.kind, one.start / scale, one.end / scale, one.batch) for one in trace.intervals]
     return lanes(drawn, K=trace.K, unit=unit, length=length / scale)
 
 
@@ -205,7 +204,7 @@ def turns_of(K: int) -> int:
 
 def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[CutStage] | None) -> None:
     known = made is not None and all(part.flops > 0 for part in made)
-    costs = alike([part.flops for part in made] if made and known else [1.0] * recipe.K)
+    costs = costs_from_shares([part.flops for part in made] if made and known else [1.0] * recipe.K)
     plan = planned(recipe.make_method(), costs, turns=turns_of(recipe.K))
     by = "forwards by their FLOPs" if known else "equal stages"
     caption = f"By the clock, in steady state: {by}, B = 2F, messages without delay."

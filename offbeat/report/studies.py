@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import first_line
 from offbeat.report import comparison as compared
 from offbeat.report import overview
 from offbeat.report import reproduction as reproduced
 from offbeat.report.formatting import counted
-from offbeat.report.read import RunRecord, mapping, mappings, read_json, read_run
+from offbeat.report.read import INCOMPLETE, RunRecord, mapping, mappings, read_json, read_run
 from offbeat.report.sections import Block, ReportPart, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.runs import tables as recipes
@@ -19,15 +19,16 @@ from offbeat.runs import tables as recipes
 MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
 
 
-def _problems(section: Section, runs: Iterable[tuple[str, RunRecord]]) -> Section:
-    """The problems of the runs, one line each."""
+def _what_was_run(
+    head: Block, runs: Iterable[tuple[str, RunRecord]], *more: Block, problems: Iterable[str] = ()
+) -> Section:
+    """The first section: headline figures, problems of the study and of its runs, and where they come from."""
+    section = Section("What was run").add(head, *(missing(problem, warn=True) for problem in problems))
     for label, run in runs:
         where = f"{label}: " if label else ""
-        if run.reason:
-            section.add(missing(f"{where}{run.state}: {run.reason}", warn=True))
-        for problem in run.problems:
-            section.add(missing(where + problem, warn=True))
-    return section
+        failed = [f"{run.state}: {run.reason}"] if run.reason else []
+        section.add(*(missing(where + text, warn=True) for text in (*failed, *run.problems)))
+    return section.add(*more)
 
 
 def runs(folders: Sequence[Path]) -> ReportPart:
@@ -36,29 +37,22 @@ def runs(folders: Sequence[Path]) -> ReportPart:
     if len(read) == 1:
         return _run(read[0])
     groups = overview.grouped(read)
-    first = Section("What was run").add(overview.headlines(groups))
-    _problems(first, [(f"{label} ({run.path.name})", run) for label, group in groups.items() for run in group])
+    labelled = [(label, run) for label, group in groups.items() for run in group]
     commands = {
         f"{label}: {run.path.name}": " ".join(map(str, run.provenance["command"]))
-        for label, group in groups.items()
-        for run in group
+        for label, run in labelled
         if isinstance(run.provenance.get("command"), list)
     }
-    first.add(facts(commands, code=list(commands)))
-    first.add(
-        overview.ran(
-            {
-                key: value
-                for key, value in read[0].provenance.items()
-                if key != "command" and all(run.provenance.get(key) == value for run in read)
-            }
-        )
-    )
-    return ReportPart(
-        f"{counted(len(read), 'run')}: {_what(read)}",
-        "Runs",
-        [first, overview.curves(groups, "runs"), overview.results(groups), *_each(groups)],
-    )
+    common = {
+        key: value
+        for key, value in read[0].provenance.items()
+        if key != "command" and all(run.provenance.get(key) == value for run in read)
+    }
+    named = [(f"{label} ({run.path.name})", run) for label, run in labelled]
+    made = facts(commands, code=list(commands)), overview.ran(common)
+    first = _what_was_run(overview.headlines(groups), named, *made)
+    sections = [first, overview.curves(groups, "runs"), overview.results(groups), *_each(groups)]
+    return ReportPart(f"{counted(len(read), 'run')}: {_what(read)}", "Runs", sections)
 
 
 def _run(run: RunRecord) -> ReportPart:
@@ -67,14 +61,10 @@ def _run(run: RunRecord) -> ReportPart:
     if recipe:
         replicas = f", replicas={recipe.replicas}" if recipe.replicas > 1 else ""
         title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}{replicas}, M={recipe.M}"
-    first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
-    first.add(overview.ran(run.provenance, recipe))
+    first = _what_was_run(overview.headline(run), [("", run)], overview.ran(run.provenance, recipe))
     groups = {overview.labels([run])[0]: [run]}
-    return ReportPart(
-        title,
-        "Run",
-        [first, overview.curves(groups, "run"), overview.results(groups), *stage_sections(run, "run")],
-    )
+    sections = [first, overview.curves(groups, "run"), overview.results(groups), *stage_sections(run, "run")]
+    return ReportPart(title, "Run", sections)
 
 
 def _what(runs: Iterable[RunRecord]) -> str:
@@ -107,10 +97,9 @@ def comparison(folder: Path, name: str) -> ReportPart:
     for entry in mappings(mapping(content.get("comparison")).get("runs")):
         if isinstance(entry.get("folder"), str) and (folder / entry["folder"]).is_dir():
             groups.setdefault(str(entry.get("label")), []).append(read_run(folder / entry["folder"]))
-    first = Section("What was run")
     try:
         found = compared.read(folder)
-    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except INCOMPLETE as error:
         problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
         errors = overview.results(groups)
         title = folder.name
@@ -118,12 +107,10 @@ def comparison(folder: Path, name: str) -> ReportPart:
         title = found.title
         title_of_results = overview.results_title([found.learning_task])
         errors = Section(title_of_results, "Median over the seeds, with the lowest and the highest.")
-        errors.add(table(*compared.filled(found)), notes(found.notes))
-    first.add(overview.headlines(groups))
-    for problem in problems:
-        first.add(missing(problem, warn=True))
-    _problems(first, [(f"{label}, {run.path.name}", run) for label, group in groups.items() for run in group])
-    first.add(overview.ran(mapping(content.get("provenance"))))
+        errors.add(table(compared.filled(found)), notes(found.notes))
+    named = [(f"{label}, {run.path.name}", run) for label, group in groups.items() for run in group]
+    made = overview.ran(mapping(content.get("provenance")))
+    first = _what_was_run(overview.headlines(groups), named, made, problems=problems)
     return ReportPart(title, "Comparison", [first, overview.curves(groups, name), errors, *_each(groups)])
 
 
@@ -131,9 +118,8 @@ def reproduction(folder: Path, name: str) -> ReportPart:
     """The table, curves and stages of `offbeat reproduce`."""
     problems: list[str] = []
     content = read_json(folder / "reproduction.json", problems) or {}
-    first, title = Section("What was run"), folder.name
+    title = folder.name
     provenance = (mappings(mapping(content).get("invocations")) or [{}])[-1]
-    sections: list[Section] = []
     paths = sorted((folder / "runs").glob("*-seed[0-9]*"))
     groups: dict[str, list[RunRecord]] = {}
     for path in paths:
@@ -143,28 +129,23 @@ def reproduction(folder: Path, name: str) -> ReportPart:
         made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
         images = content.get("images") and recipes.Images(**content["images"])
         found = reproduced.read(folder, known, made, {}, content["settings"], provenance, images)
-    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except INCOMPLETE as error:
         why = first_line(error)
         problems.append(f"the paper's table cannot be shown beside the runs ({why}): they are shown as they are")
-        sections.append(overview.results(groups))
-        first.add(overview.headlines(groups))
+        results = overview.results(groups)
+        head = overview.headlines(groups)
     else:
         title = found.title
         groups = {row.name: groups[row.name] for row in found.rows if row.name in groups}
-        first.add(_reproduced(found))
-        task = found.learning_task
-        columns = (*reproduced.columns(found), "setting")
-        cells = [{**reproduced.cells(row, task), "setting": row.setting} for row in found.rows]
-        section = Section(*_RESULTS[task.name])
-        if cells:
-            listed = [[row[column] for column in columns] for row in cells]
-            section.add(table(columns, listed, names=("state", "setting")))
-        sections.append(section.add(notes(found.notes)))
-    for problem in problems:
-        first.add(missing(problem, warn=True))
-    _problems(first, [(run.path.name, run) for group in groups.values() for run in group if run.problems])
-    first.add(overview.ran(provenance))
-    return ReportPart(title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
+        head = _reproduced(found)
+        results = Section(*_RESULTS[found.learning_task.name])
+        lines = zip(reproduced.lines_of(found), found.rows, strict=True)
+        if rows := [{**line, "setting": row.setting} for line, row in lines]:
+            results.add(table(rows, names=("state", "setting")))
+        results.add(notes(found.notes))
+    broken = [(run.path.name, run) for group in groups.values() for run in group if run.problems]
+    first = _what_was_run(head, broken, overview.ran(provenance), problems=problems)
+    return ReportPart(title, "Reproduction", [first, *_families(groups, name), results, *_each(groups)])
 
 
 _RESULTS = {  # title and description of the table, by task

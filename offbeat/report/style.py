@@ -10,46 +10,37 @@ import re
 from typing import Any
 
 # Okabe and Ito's hues, which the colour-blind can distinguish, darkened (or lightened) until letters in them can be
-# read: a contrast of at least 4.5 : 1 with the page.
-SERIES_LIGHT = ("#0067A8", "#BC4B00", "#00795A", "#A43E7C", "#8A6100", "#5A4BB5", "#0F7884", "#59606C")
-SERIES_DARK = ("#5AB4EC", "#F19055", "#40C79B", "#E595C5", "#E3B54A", "#AA9EF2", "#62CBD5", "#A6AEBB")
-LIGHT = {
-    "page": "#FFFFFF",
-    "ink": "#1B1F24",
-    "soft": "#5C6470",
-    "rule": "#C9CED6",
-    "grid": "#E9ECF0",
-    "lane": "#F3F5F7",
-    "forward": "#7FC4EE",
-    "repeated": "#B9DDF3",
-    "backward": "#F2B75B",
-    "update": "#1B1F24",
-    "send": "#8E7CC3",
-    "wait": "#DADFE6",
-    "drain": "#9CCFB8",
-    "box": "#1B1F24",
-    "warn": "#8A4B00",
-    **{f"c{place}": colour for place, colour in enumerate(SERIES_LIGHT)},
+# read: a contrast of at least 4.5 : 1 with the page. All colours are for light mode and for dark mode.
+SERIES = (
+    ("#0067A8", "#5AB4EC"),
+    ("#BC4B00", "#F19055"),
+    ("#00795A", "#40C79B"),
+    ("#A43E7C", "#E595C5"),
+    ("#8A6100", "#E3B54A"),
+    ("#5A4BB5", "#AA9EF2"),
+    ("#0F7884", "#62CBD5"),
+    ("#59606C", "#A6AEBB"),
+)
+PAIRS = {
+    "page": ("#FFFFFF", "#14171B"),
+    "ink": ("#1B1F24", "#E8EAED"),
+    "soft": ("#5C6470", "#A0A7B2"),
+    "rule": ("#C9CED6", "#454C57"),
+    "grid": ("#E9ECF0", "#272C33"),
+    "lane": ("#F3F5F7", "#1D2127"),
+    "forward": ("#7FC4EE", "#4C9FD0"),
+    "repeated": ("#B9DDF3", "#2F6384"),
+    "backward": ("#F2B75B", "#D69A3C"),
+    "update": ("#1B1F24", "#F4F5F7"),
+    "send": ("#8E7CC3", "#A594DA"),
+    "wait": ("#DADFE6", "#333A44"),
+    "drain": ("#9CCFB8", "#4F9478"),
+    "box": ("#1B1F24", "#0D0F12"),
+    "warn": ("#8A4B00", "#F0B267"),
+    **{f"c{place}": pair for place, pair in enumerate(SERIES)},
 }
-DARK = {
-    "page": "#14171B",
-    "ink": "#E8EAED",
-    "soft": "#A0A7B2",
-    "rule": "#454C57",
-    "grid": "#272C33",
-    "lane": "#1D2127",
-    "forward": "#4C9FD0",
-    "repeated": "#2F6384",
-    "backward": "#D69A3C",
-    "update": "#F4F5F7",
-    "send": "#A594DA",
-    "wait": "#333A44",
-    "drain": "#4F9478",
-    "box": "#0D0F12",
-    "warn": "#F0B267",
-    **{f"c{place}": colour for place, colour in enumerate(SERIES_DARK)},
-}
-COLOURS = len(SERIES_LIGHT)
+LIGHT, DARK = ({name: pair[mode] for name, pair in PAIRS.items()} for mode in (0, 1))
+COLOURS = len(SERIES)
 SHADES = 8
 
 

@@ -1,4 +1,4 @@
-"""Pictures as text: the timeline of a method, staleness against M, learning curves, a benchmark, a scaling study.
+"""Pictures as text: the timeline of a method, staleness against M, learning curves.
 
 A timeline is of the same spans as the chart. Stage 1 comes first, as in the documents:
 
@@ -11,17 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from statistics import median
-from typing import Any
 
 from offbeat.clock import draw
 from offbeat.method import Method
 from offbeat.ops import Update
 from offbeat.report.curves import points
-from offbeat.report.gantt import heading, unit
 from offbeat.timeline import Costs, Span, timeline
 
 MOST_COLUMNS = 400
+
+
+def heading(method: Method, costs: Costs, batches: int) -> str:
+    """What is drawn, in a line."""
+    letters = f"K={costs.K}" + (f", M={method.M}" if method.M > 1 else "")
+    if method.m > 1:
+        return f"{method.name}, {letters}, {batches} batches of m={method.m} micro-batches (numbered through)"
+    return f"{method.name}, {letters}, {batches} batches"
+
+
+def unit(costs: Costs) -> tuple[float, str]:
+    """Seconds that the axis counts as one, and their name: the forward where all forwards cost 1, otherwise ms."""
+    return (1.0, "F") if all(forward == 1 for forward in costs.forward) else (0.001, "ms")
 
 
 def timeline_text(method: Method, costs: Costs, *, batches: int = 8, title: str | None = None) -> str:
@@ -142,21 +152,3 @@ def curves_text(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([title, *(line.rstrip() for line in lines)])
-
-
-def bench_text(record: Mapping[str, Any]) -> str:
-    """The speeds of a benchmark as bars of letters."""
-    rows = [row for row in record["rows"] if row["seconds_per_batch"]]
-    width = max(len(row["title"]) for row in rows)
-    most = max(median(row["samples_per_second"]) for row in rows)
-    return "\n".join(
-        f"{row['title']:<{width}} | {'#' * round(40 * median(row['samples_per_second']) / most)} "
-        f"{median(row['samples_per_second']):,.0f}"
-        for row in rows
-    )
-
-
-def scaling_text(record: Mapping[str, Any]) -> str:
-    """The speed-ups of a scaling study as lines."""
-    rows = record["simulation"]["rows"]
-    return "\n".join(f"{row['method']:9} {row['link']:16} K={row['K']:<4} {row['speedup']:8.2f}" for row in rows)

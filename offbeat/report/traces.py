@@ -18,7 +18,7 @@ BUSY = ("forward", "backward", "update", "send")
 
 
 @dataclass(frozen=True, slots=True)
-class Spell:
+class Interval:
     """What one stage did, from when to when, in seconds."""
 
     k: int
@@ -30,32 +30,32 @@ class Spell:
 
 @dataclass(frozen=True)
 class Trace:
-    """All spells of all stages, on one clock.
+    """All intervals of all stages, on one clock.
 
     idle_shares   share of its time in which each stage was idle, where the trace has it, without evaluations
     """
 
     K: int
-    spells: list[Spell]
+    intervals: list[Interval]
     idle_shares: tuple[float, ...] | None = None
 
     def window(self) -> tuple[float, float]:
         """When all stages were being recorded: from the last that began to the first that ended."""
-        begins = [min(spell.start for spell in self.of(k)) for k in self.stages]
-        ends = [max(spell.end for spell in self.of(k)) for k in self.stages]
+        begins = [min(one.start for one in self.of(k)) for k in self.stages]
+        ends = [max(one.end for one in self.of(k)) for k in self.stages]
         return (max(begins), min(ends)) if max(begins) < min(ends) else (min(begins), max(ends))
 
     @property
     def stages(self) -> list[int]:
         """Those that have been recorded."""
-        return sorted({spell.k for spell in self.spells})
+        return sorted({one.k for one in self.intervals})
 
-    def of(self, k: int, *kinds: str) -> list[Spell]:
-        return [spell for spell in self.spells if spell.k == k and (not kinds or spell.kind in kinds)]
+    def of(self, k: int, *kinds: str) -> list[Interval]:
+        return [one for one in self.intervals if one.k == k and (not kinds or one.kind in kinds)]
 
     def seconds(self, k: int, kind: str) -> float:
         """The median; 0 where the stage did no such thing."""
-        found = [spell.end - spell.start for spell in self.of(k, kind)]
+        found = [one.end - one.start for one in self.of(k, kind)]
         return median(found) if found else 0.0
 
     def idle(self) -> list[float | None]:
@@ -66,7 +66,7 @@ class Trace:
         start, end = self.window()
         shares: list[float | None] = []
         for k in range(1, self.K + 1):
-            busy = covered(((spell.start, spell.end) for spell in self.of(k, *BUSY)), start, end)
+            busy = covered(((one.start, one.end) for one in self.of(k, *BUSY)), start, end)
             shares.append(1 - busy / (end - start) if self.of(k) and end > start else None)
         return shares
 
@@ -82,23 +82,22 @@ class Trace:
 
     def excerpt(self, turns: int) -> Trace:
         """The stretch of median length among those of `turns` turns of stage 1; from the start of a forward, at 0."""
-        starts = sorted(spell.start for spell in self.of(1, "forward"))
+        starts = sorted(one.start for one in self.of(1, "forward"))
         stretches = sorted(zip(starts, starts[turns:], strict=False), key=lambda stretch: stretch[1] - stretch[0])
         if stretches:
             return self.between(*stretches[len(stretches) // 2])
-        return self.between(starts[0] if starts else self.window()[0], max(spell.end for spell in self.spells))
+        return self.between(starts[0] if starts else self.window()[0], max(one.end for one in self.intervals))
 
     def between(self, start: float, end: float) -> Trace:
         """What happened then, cut off at both ends; time begins at 0."""
-        kept = [spell for spell in self.spells if spell.end > start and spell.start < end]
+        kept = [one for one in self.intervals if one.end > start and one.start < end]
         return Trace(
-            self.K,
-            [replace(spell, start=max(spell.start, start) - start, end=min(spell.end, end) - start) for spell in kept],
+            self.K, [replace(one, start=max(one.start, start) - start, end=min(one.end, end) - start) for one in kept]
         )
 
     @property
     def length(self) -> float:
-        return max((spell.end for spell in self.spells), default=0.0)
+        return max((one.end for one in self.intervals), default=0.0)
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
@@ -121,7 +120,7 @@ def read_trace(content: Any) -> Trace:
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
         raise UserError("it has no list traceEvents")
-    spells = []
+    intervals = []
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") not in KINDS:
             continue
@@ -133,16 +132,16 @@ def read_trace(content: Any) -> Trace:
         arguments = event.get("args")
         batch = arguments.get("batch") if isinstance(arguments, dict) else None
         end = (start + length) / 1e6
-        spells.append(Spell(k, event["cat"], start / 1e6, end, batch if _whole(batch) else None))
-    if not spells:
+        intervals.append(Interval(k, event["cat"], start / 1e6, end, batch if _whole(batch) else None))
+    if not intervals:
         raise UserError("it has no operations")
     other = content.get("otherData")
     other = other if isinstance(other, dict) else {}
-    most = max(spell.k for spell in spells)
+    most = max(one.k for one in intervals)
     K = max(other["K"], most) if _whole(other.get("K")) else most
     idle: Any = other.get("idle")
     fits = isinstance(idle, list) and len(idle) == K and all(finite(share) and 0 <= share <= 1 for share in idle)
-    return Trace(K, spells, tuple(map(float, idle)) if fits else None)
+    return Trace(K, intervals, tuple(map(float, idle)) if fits else None)
 
 
 def finite(value: Any) -> bool:
@@ -169,7 +168,7 @@ def planned(
     >>> from offbeat.methods import ADL
     >>> from offbeat.timeline import balanced
     >>> trace = planned(ADL(M=1), balanced(2), turns=2)
-    >>> [(spell.k, spell.kind, spell.start, spell.end) for spell in trace.of(1, "forward", "backward")][:2]
+    >>> [(one.k, one.kind, one.start, one.end) for one in trace.of(1, "forward", "backward")][:2]
     [(1, 'forward', 0.0, 1.0), (1, 'backward', 1.0, 3.0)]
     """
     K = costs.K
@@ -185,14 +184,14 @@ def planned(
         if span.k == 1 and isinstance(span.operation, Forward) and span.operation.t >= fill * method.m
     ]
     start = min(starts, default=0.0)
-    spells = [
-        Spell(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
+    intervals = [
+        Interval(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
         for span in spans
         if type(span.operation) in NAMES
     ]
-    shown = Trace(K, spells).between(start, start + length)
+    shown = Trace(K, intervals).between(start, start + length)
     shift = 0 if first is None else first - fill * method.m
-    moved = [spell if spell.batch is None else replace(spell, batch=spell.batch + shift) for spell in shown.spells]
+    moved = [one if one.batch is None else replace(one, batch=one.batch + shift) for one in shown.intervals]
     return Trace(K, moved)
 
 
@@ -200,7 +199,7 @@ def planned_idle(plan: Trace) -> list[float]:
     """Share of the planned time in which each stage waits."""
     length = plan.length
     return [
-        1 - covered(((spell.start, spell.end) for spell in plan.of(k, *BUSY)), 0.0, length) / length if length else 0.0
+        1 - covered(((one.start, one.end) for one in plan.of(k, *BUSY)), 0.0, length) / length if length else 0.0
         for k in range(1, plan.K + 1)
     ]
 
@@ -210,7 +209,7 @@ def usable(costs: Costs) -> bool:
     return all(forward + backward > 0 for forward, backward in zip(costs.forward, costs.backward, strict=True))
 
 
-def alike(shares: Sequence[float]) -> Costs:
+def costs_from_shares(shares: Sequence[float]) -> Costs:
     """Costs of stages of which only the shares of a forward are known: B = 2F, the mean forward is 1."""
     mean = sum(shares) / len(shares) or 1.0
     forward = [share / mean for share in shares]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.report.bench_table import gradient, other_cuts, source, title, where
+from offbeat.report.bench_table import gradient, noted, other_cuts, rows_left_out, source, title, where
 from offbeat.report.formatting import counted, duration, markdown
 
 Record = dict[str, Any]
@@ -162,13 +162,9 @@ def _compared(exact: TrainedRecord, other: TrainedRecord) -> str:
 
 def notes(record: Record) -> list[str]:
     """What each row's figures mean, and what holds for all."""
-    rows: dict[str, list[str]] = {}
-    for row in record["rows"]:
-        if row["note"]:
-            rows.setdefault(row["note"], []).append(row["title"])
     given = record["settings"]
-    made = [f"{'; '.join(dict.fromkeys(titles))}: {text}" for text, titles in rows.items()]
-    made += [
+    return [
+        *noted(record["rows"]),
         f"All rows have the same initial weights, order of samples and samples per update. {_rates(record)} The "
         f"learning rate increases over the first {given['warmup_samples']:,} samples and is constant after.",
         f"Time and samples: to the first of the validations (every {counted(given['every'], 'update')}, on "
@@ -178,8 +174,8 @@ def notes(record: Record) -> list[str]:
         "Late: how many updates old the gradients of stage 1 are, on average, by formula.",
         "Every run was made once, with one seed: small differences are within noise.",
         *other_cuts(record),
+        *rows_left_out(record),
     ]
-    return made + [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
 
 
 def _rates(record: Record) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -52,17 +52,17 @@ class ReproductionRequest:
     """The options of `offbeat reproduce`; `running` are settings of the recipe that change how it runs, not what."""
 
     table: str
-    only: str | None
+    only: str | None = None
     method: str | None = None  # with settings, as text
-    epochs: int | None
+    epochs: int | None = None
     batch_per_update: int | None = None
-    seeds: int
+    seeds: int = 3
     first_seed: int = 0
-    minutes: float | None
-    together: int
-    data: Path | None
-    out: Path | None
-    running: dict[str, Any]
+    minutes: float | None = None
+    together: int = 1
+    data: Path | None = None
+    out: Path | None = None
+    running: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -14,6 +13,7 @@ from statistics import median
 
 import pytest
 import torch
+from published import script
 
 from offbeat import models
 from offbeat.methods import METHODS
@@ -177,6 +177,13 @@ def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
     assert (solution.balance, list(solution.cuts)) == (pytest.approx(row["balance"]), row["cuts"])
 
 
+def test_pages_are_written_or_compared_after_the_balance_is_computed(copied):
+    code = f"import sys; sys.path.insert(0, {str(copied / 'benchmarks')!r}); import results; "
+    code += "results.deterministic = lambda: results.json.loads((results.RECORDS / 'balance.json').read_text()); "
+    command = [sys.executable, "-c", code + "results.main()", "--balance", "--check"]
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_has_its_provenance_and_no_folder_names(path):
     record = json.loads(path.read_text())
@@ -189,8 +196,6 @@ def test_a_record_has_its_provenance_and_no_folder_names(path):
 
 
 def test_a_single_round_is_shown_without_a_spread():
-    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks/page.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
+    page = script("page")
     assert page.shown([1.5, 1.5, 1.5], 1) == "1.50"
     assert page.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"

@@ -117,8 +117,8 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
     assert "no trace" not in text
     assert "no diagnosis" not in text
     assert "share of time" in text
-    spells = {(f"stage {spell.k}", spell.kind, str(spell.batch)) for spell in read_run(run).trace.excerpt(6).spells}
-    assert {(row["stage"], row["kind"], row["number"]) for row in data(run, "run-timeline")} == spells
+    intervals = {(f"stage {one.k}", one.kind, str(one.batch)) for one in read_run(run).trace.excerpt(6).intervals}
+    assert {(row["stage"], row["kind"], row["number"]) for row in data(run, "run-timeline")} == intervals
     gaps = {(row["series"], row["x"]): row["y"] for row in data(run, "run-gap")}
     assert gaps["stage 1", 0] == pytest.approx(100 * 0.1 * 2 / 6)
     lost = {(row["series"], row["x"]): row["y"] for row in data(run, "run-cost")}

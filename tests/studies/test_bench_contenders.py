@@ -16,7 +16,7 @@ from torch import nn
 import offbeat
 from offbeat.methods import ADL
 from offbeat.runs.build import cross_entropy
-from offbeat.studies.bench.contenders import Ours, Task
+from offbeat.studies.bench.contenders import PipelineRow, Task
 from offbeat.studies.bench.cuts import counted
 from offbeat.studies.bench.flat_stage import Counter, Flat, as_floats, restored, tried
 from offbeat.studies.bench.rows import (
@@ -237,7 +237,7 @@ def test_staleness_is_unknown_until_a_batch_of_steady_state_is_applied():
     pipe = offbeat.Pipeline(
         [nn.Linear(2, 2), nn.Linear(2, 3)], method=ADL(M=1), loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD
     )
-    row = object.__new__(Ours)
+    row = object.__new__(PipelineRow)
     row.pipe = pipe
     found = []
     for _ in range(6):

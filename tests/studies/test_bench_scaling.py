@@ -91,7 +91,7 @@ def test_replicas_are_measured_on_workers_of_their_own(tmp_path):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two workers")
 @pytest.mark.parametrize("method", ["gpipe:m=3", "dgl-async", "dni", "ddg"])
-def test_stages_of_every_kind_of_method_are_timed_on_canned_messages(tmp_path, method):
+def test_stages_of_every_kind_of_method_are_timed_on_fixed_messages(tmp_path, method):
     request = scaling.ScalingRequest(model="mlp", method=method, depths=(), repetitions=1, batches=2)
     server = ForkServer()
     setting = replace(request.setting(), K=2, batch_size=8, cuts=(2,))  # micro-batches of 3, 3 and 2

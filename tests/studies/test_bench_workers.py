@@ -6,7 +6,10 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +137,14 @@ def test_a_row_fails_for_the_reason_of_the_worker_that_failed_first(tmp_path):
     assert failed.value.diverged
     for process in workers.processes:
         process.stdout.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_engine_records_its_ratios(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "benchmarks/core.py"
+    given = ("--model", "resnet8", "--batch-size", "4", "-K", "2", "-M", "2", "--rounds", "1", "--timed", "2")
+    subprocess.run([sys.executable, script, *given, "--out", tmp_path / "core.json"], check=True, timeout=300)
+    record = json.loads((tmp_path / "core.json").read_text())
+    assert {"pipeline_over_bound", "speedup_of_the_cut", "balance"} <= record["ratios"].keys()
+    assert record["settings"]["model"] == "resnet8"
+    assert record["provenance"]["command"][:2] == ["python", "benchmarks/core.py"]

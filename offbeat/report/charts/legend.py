@@ -12,11 +12,6 @@ from offbeat.report.style import LETTERS
 WIDE = 0.56  # of its size, that a letter is wide on average
 
 
-def text_width(text: str, size: float = LETTERS) -> float:
-    """Pixels, about."""
-    return len(text) * WIDE * size
-
-
 def legend(labels: Mapping[str, str], *, symbol: str, offset: int = 14, width: int | None = None) -> alt.Legend | None:
     """The names of a chart in as many columns as there is room for; None where there is but one name.
 
@@ -24,7 +19,7 @@ def legend(labels: Mapping[str, str], *, symbol: str, offset: int = 14, width: i
     """
     if len(labels) < 2:
         return None
-    column = round(max(map(text_width, labels.values())) + 44)
+    column = round(max(map(len, labels.values())) * WIDE * LETTERS + 44)
     # The width without the axis changes while Vega lays out the chart; that of the place on the page does not.
     room = "(isFinite(containerSize()[0]) ? containerSize()[0] - 40 : width)"
     columns = (

@@ -28,7 +28,7 @@ from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench.flat_stage import Counter, Flat, announced, tried
 from offbeat.studies.bench.rows import BenchRow, BenchSetting, batches_per_update, method_of
-from offbeat.studies.bench.timing import Canned, Tap, received, sgd
+from offbeat.studies.bench.timing import FixedMessages, RecordingLink, received, sgd
 
 Batch = tuple[Tensor, Tensor]
 RECORDING = 60  # batches in which stages on streams fill, and record what they do
@@ -135,13 +135,13 @@ def evaluated(model: nn.Module, batches: Iterable[Batch]) -> dict[str, Any]:
 def make(row: BenchRow, task: Task, m: int | None = None) -> Contender:
     """This worker of the row; m is its number of micro-batches, where it has one."""
     if row.kind == "loop":
-        return Loop(task) if task.setting.device == "cpu" else Ours(row, task, alone=True)
+        return Loop(task) if task.setting.device == "cpu" else PipelineRow(row, task, alone=True)
     if row.kind == "ddp":
         return DataParallel(task)
     if row.kind == "pipelining":
         assert m is not None
         return TorchPipelining(task, row.setting, m)
-    return Ours(row, task, m)
+    return PipelineRow(row, task, m)
 
 
 class Loop:
@@ -288,7 +288,7 @@ class TorchPipelining:
         pass
 
 
-class Sized:
+class CountingLink:
     """A link that counts the bytes of what is sent."""
 
     def __init__(self, link: Any, counter: Counter) -> None:
@@ -303,7 +303,7 @@ class Sized:
 
 
 @dataclass
-class Ours:
+class PipelineRow:
     """A Pipeline of this package: a stage in each of K processes, or all on streams of one GPU."""
 
     row: BenchRow
@@ -320,7 +320,7 @@ class Ours:
         if not self.alone and self.task.scheduler is None:  # timed as it is after a staleness warm-up
             method = method.after_warmup
         units: Any = setting.units
-        recorded = on_gpu and not (self.alone and self.row.cores == "one")
+        recorded = on_gpu and not (self.alone and not self.row.all_cores)
         self.pipe = Pipeline(
             self.task.model,
             K,
@@ -351,7 +351,7 @@ class Ours:
             return 0
         links, counter = self.pipe.workers[0].links, Counter()
         kept = links.outputs, links.feedback
-        links.outputs, links.feedback = (Sized(link, counter) if link else None for link in kept)
+        links.outputs, links.feedback = (CountingLink(link, counter) if link else None for link in kept)
         with counter.counting():
             self.step()
         links.outputs, links.feedback = kept
@@ -371,33 +371,39 @@ class Ours:
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
         return self.pipe.evaluate(batches() if self.reads else None)
 
-    def unlinked(self) -> Callable[[], None]:
-        """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""
-        links, method = self.pipe.workers[0].links, self.pipe.method
-        rank, K = self.task.rank % self.pipe.K, self.pipe.K
-        taps = {name: Tap(getattr(links, name), method.m) for name in ("inputs", "gradients") if getattr(links, name)}
-        kept = links.inputs, links.gradients
-        for name, tap in taps.items():
-            setattr(links, name, tap)
-        self.step()
-        links.inputs, links.gradients = kept
-        loss = cross_entropy if rank == K - 1 or method.feedback == "local" else None
-        part, assembly = copy.deepcopy(self.pipe.parts[rank]), self.pipe._local.assembled(None)
-        stage = self.pipe._local.assembler.make_stage(
-            rank + 1, K, part, method=method, loss=loss, output=assembly.outputs[rank]
-        )
-        sources, unsent = {"inputs": rank, "gradients": rank + 2}, Canned()
-        canned: dict[str, Any] = {
-            name: Canned(tap.contents, received(method, rank + 1, K, sources[name])) for name, tap in taps.items()
-        }
-        canned |= {"outputs": unsent if rank < K - 1 else None, "feedback": unsent if rank else None}
-        bare, index = Worker(stage, method, Links(**canned)), count()
-
-        def iteration() -> None:
-            for _ in bare.iteration(next(index), wait=True):
-                pass
-
-        return iteration
+    def without_messages(self) -> Callable[[], None]:
+        """The stage that is here, without its neighbours. Takes a step."""
+        return without_messages(self.pipe, self.task.rank % self.pipe.K, self.step)
 
     def close(self) -> None:
         self.pipe.close()
+
+
+def without_messages(pipe: Pipeline, rank: int, step: Callable[[], object]) -> Callable[[], None]:
+    """A local iteration of this process's stage on fixed messages, those of a step that is made for it: what the stage
+    takes where nothing is sent."""
+    links, method, K = pipe.workers[0].links, pipe.method, pipe.K
+    recording = {
+        name: RecordingLink(getattr(links, name), method.m) for name in ("inputs", "gradients") if getattr(links, name)
+    }
+    kept = links.inputs, links.gradients
+    for name, link in recording.items():
+        setattr(links, name, link)
+    step()
+    links.inputs, links.gradients = kept
+    loss = cross_entropy if rank == K - 1 or method.feedback == "local" else None
+    part, assembly = copy.deepcopy(pipe.parts[rank]), pipe._local.assembled(None)
+    stage = pipe._local.assembler.make_stage(rank + 1, K, part, method=method, loss=loss, output=assembly.outputs[rank])
+    sources, unsent = {"inputs": rank, "gradients": rank + 2}, FixedMessages()
+    fixed: dict[str, Any] = {
+        name: FixedMessages(link.contents, received(method, rank + 1, K, sources[name]))
+        for name, link in recording.items()
+    }
+    fixed |= {"outputs": unsent if rank < K - 1 else None, "feedback": unsent if rank else None}
+    bare, index = Worker(stage, method, Links(**fixed)), count()
+
+    def iteration() -> None:
+        for _ in bare.iteration(next(index), wait=True):
+            pass
+
+    return iteration

@@ -89,25 +89,29 @@ def placed(
         kind = units or "layers"
         network = Network.of(setting, device="meta")
         partition(network.model, K, network.sample, cuts=list(cuts), units=kind)  # type: ignore[arg-type]
-        return _with_chunks(replace(setting, cuts=tuple(cuts), units=kind), counted(setting))
-    if by == "flops" or setting.device != "cpu" or len(cores_here()) < K:
+        setting, costs, made = replace(setting, units=kind), counted(setting), tuple(cuts)
+    elif by == "flops" or setting.device != "cpu" or len(cores_here()) < K:
         costs = counted(setting)
-        return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
-    report(f"profiling {setting.model}, b={setting.batch_size}")
-    found = measured(setting, file)
-    costs, left = found.profile, seconds - (time.monotonic() - began)
-    cutting = f"cutting {len(costs.units)} units into {K} stages"
-    if left <= 0:
-        report(f"{cutting} by the times of the units: no time to time stages")
-        return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
-    report(cutting)
-    with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
-        solution = refine(costs.costs(), K, stopwatch, M=M, seconds=left, legal=costs.legal_cuts).solution
-    return _with_chunks(replace(setting, cuts=solution.cuts), costs)
+        made = balanced(costs, K)
+    else:
+        report(f"profiling {setting.model}, b={setting.batch_size}")
+        found = measured(setting, file)
+        costs, left = found.profile, seconds - (time.monotonic() - began)
+        cutting = f"cutting {len(costs.units)} units into {K} stages"
+        report(cutting if left > 0 else f"{cutting} by the times of the units: no time to time stages")
+        if left > 0:
+            with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
+                made = refine(costs.costs(), K, stopwatch, M=M, seconds=left, legal=costs.legal_cuts).solution.cuts
+        else:
+            made = balanced(costs, K)
+    return replace(setting, cuts=made, chunk_cuts=best_cuts(costs, 2 * K))
 
 
-def _with_chunks(setting: BenchSetting, costs: Profile) -> BenchSetting:
-    n = 2 * setting.K
-    if len(costs.legal_cuts) + 1 < n:
-        return setting
-    return replace(setting, chunk_cuts=solve(costs.costs(), n, legal=costs.legal_cuts).cuts)
+def balanced(costs: Profile, K: int) -> tuple[int, ...]:
+    """The cuts that balance the stages by the costs of their units."""
+    return solve(costs.costs(), K, legal=costs.legal_cuts).cuts
+
+
+def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
+    """The same; None where there are too few units."""
+    return balanced(costs, K) if len(costs.legal_cuts) + 1 >= K else None

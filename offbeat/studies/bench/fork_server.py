@@ -2,7 +2,7 @@
 
 Importing torch takes seconds of a processor; a benchmark of K = 8 has 82 workers.
 
-    {"bear": {name: value}}, three files   -> {"pid": ..}   a worker with these variables, and these files as 0, 1, 2
+    {"spawn": {name: value}}, three files  -> {"pid": ..}   a worker with these variables, and these files as 0, 1, 2
     {"wait": pid}                          -> {"code": ..}  when it has ended
 
 It imports and forks, nothing else, so that it has no threads. It ends when its maker does, and its workers with it.

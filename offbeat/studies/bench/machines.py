@@ -51,13 +51,6 @@ def check(K: int, device: str) -> None:
         raise UserError(f"device={device!r} under torchrun: workers of several processes are timed on the cpu only")
 
 
-def described(machine: str) -> str:
-    """The machine of a record, with the processes of torchrun."""
-    if not joined_group():
-        return machine
-    return f"{machine}; {os.environ['WORLD_SIZE']} processes, {os.environ.get('GROUP_WORLD_SIZE', '1')} machines"
-
-
 def fork_server() -> ForkServer:
     """What starts workers: a process on this machine, or under torchrun every process of the group."""
     return GroupForkServer() if joined_group() else ForkServer()

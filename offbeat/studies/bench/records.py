@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.runs import record
-from offbeat.runs.provenance import provenance
+from offbeat.runs.launch import joined_group
+from offbeat.runs.provenance import gpu_name, provenance
 
 PATHS = ("--out", "--profile", "--data-dir")  # options that name files of this machine
 ORIGIN = ("machine", "commit", "versions")  # times of another one are not mixed with those of this one
@@ -25,14 +27,18 @@ def folder_for(out: Path | None, default: str, file: str) -> Path:
     return folder
 
 
-def origin() -> dict[str, Any]:
-    """Where a record comes from, without the paths of this machine."""
+def origin(*, on_gpu: bool = False) -> dict[str, Any]:
+    """Where a record comes from, without the paths of this machine; the machine with its GPU, or with the processes of
+    torchrun."""
     made, command, skip = provenance(), [], False
     for word in made["command"]:
         if not skip and word.partition("=")[0] not in PATHS:
             command.append(word)
         skip = word in PATHS
-    return {**made, "command": command}
+    machine = f"{gpu_name()}, {made['machine']}" if on_gpu else made["machine"]
+    if joined_group():
+        machine += f"; {os.environ['WORLD_SIZE']} processes, {os.environ.get('GROUP_WORLD_SIZE', '1')} machines"
+    return {**made, "machine": machine, "command": command}
 
 
 def network_of(made: Mapping[str, Any]) -> str | None:

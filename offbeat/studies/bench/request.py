@@ -44,18 +44,8 @@ class BenchRequest:
 
     def setting(self) -> BenchSetting:
         """What all rows share, checked; the cuts are decided later."""
-        check_numbers(
-            self.minutes,
-            {
-                "K": [self.K],
-                "M": [1 if self.M is None else self.M],
-                "batch_size": [1 if self.batch_size is None else self.batch_size],
-                "batch_per_update": [1 if self.batch_per_update is None else self.batch_per_update],
-                "repetitions": [self.repetitions],
-                "batches": [self.batches],
-                "micro_batches": self.micro_batches or (),
-            },
-        )
+        names = ("K", "M", "batch_size", "batch_per_update", "repetitions", "batches", "micro_batches")
+        check_numbers(self.minutes, {name: getattr(self, name) for name in names})
         if self.K < 2:
             raise UserError("K=1: one stage leaves nothing to compare, use 2 or more")
         for kind, value, allowed in (
@@ -127,11 +117,11 @@ class BenchRequest:
         return models.default_size(self.model, shape=self.shape)
 
 
-def check_numbers(minutes: float | None, numbers: Mapping[str, Sequence[int]]) -> None:
+def check_numbers(minutes: float | None, numbers: Mapping[str, int | Sequence[int] | None]) -> None:
     """Refuse numbers below 1, by the argument that they were given for, and a budget of no time."""
-    for name, values in numbers.items():
-        for number in values:
-            if number < 1:
+    for name, given in numbers.items():
+        for number in given if isinstance(given, Sequence) else [given]:
+            if number is not None and number < 1:
                 raise UserError(f"{name}={number}: use whole numbers from 1 up")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes={minutes:g}: use a number above 0")

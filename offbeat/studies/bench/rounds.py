@@ -17,7 +17,6 @@ from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs.launch import check_cores, joined_group
-from offbeat.runs.provenance import gpu_name
 from offbeat.runs.train import file_name
 from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
@@ -31,13 +30,10 @@ from offbeat.studies.bench.rows import (
     batches_per_update,
     chosen,
     cores_here,
-    cuts_of,
+    described,
     left_out,
     method_of,
     micro_batches,
-    note,
-    samples_per_update,
-    title_of,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -72,7 +68,7 @@ class Bench:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
-    thrifty: bool = False
+    short_of_memory: bool = False
     batches: int = 0
     rounds: int = 0
     load: float = 0.0  # of other processes, before anything was started here
@@ -112,7 +108,7 @@ class Bench:
         Rows without micro-batches are built at the same time, as far as there are cores: nothing of it is compared.
         """
         groups = [self.groups[row.name] for row in self._there()]
-        plain = [workers for workers in groups if not workers.row.swept and workers.row.cores == "one"]
+        plain = [workers for workers in groups if not workers.row.swept and not workers.row.all_cores]
         for at in range(0, len(plain), self._side_by_side()):
             self._fill_together(plain[at : at + self._side_by_side()])
         for workers in [workers for workers in groups if workers not in plain]:
@@ -166,43 +162,19 @@ class Bench:
     def _enter(
         self, workers: WorkerGroup, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
     ) -> None:
-        self.found[workers.row.name] = {**self._described(workers.row, workers, tried, sent, looked), "first": first}
-        self.runner.report(f"{workers.row.name} is ready, {1000 * first:.0f} ms per batch")
-        self._rest(workers)
-
-    def _described(
-        self,
-        row: BenchRow,
-        workers: WorkerGroup,
-        tried: dict[int, float],
-        sent: list[int],
-        looked: list[dict[str, Any]],
-    ) -> dict[str, Any]:
-        K = self.setting.K
-        levels = (
-            [method_of(row, self.setting, workers.m).staleness(k, K) for k in range(1, K + 1)]
-            if row.kind == "pipeline"
-            else []
-        )
-        earlier = self._earlier(row)
-        return {
-            "name": row.name,
-            "title": title_of(row, self.setting, workers.m),
+        row, earlier = workers.row, self._earlier(workers.row)
+        self.found[row.name] = {
+            **described(row, self.setting, workers.m, tried),
             "family": row.family,
-            "exact": not any(levels),
-            "workers": K if row.workers == "K" else 1,
-            "staleness": levels,
-            "samples_per_update": samples_per_update(row, self.setting, workers.m),
-            "micro_batches": workers.m,
-            "cuts": cuts_of(row, self.setting, workers.m),
-            "sweep": {str(m): seconds for m, seconds in tried.items()},
             **{name: list(earlier.get(name, [])) for name in TIMES},
             **({"bound": earlier["bound"]} if "bound" in earlier else {}),
             "memory_per_worker": max(answer["memory"] for answer in looked),
             "memory": [answer["memory"] for answer in looked],
             "bytes_moved": sum(sent),
-            "note": note(row, self.setting, workers.m, len(tried)),
+            "first": first,
         }
+        self.runner.report(f"{row.name} is ready, {1000 * first:.0f} ms per batch")
+        self._release(workers)
 
     def _earlier(self, row: BenchRow) -> dict[str, Any]:
         """What the record that this continues has of a row."""
@@ -258,7 +230,7 @@ class Bench:
             bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
             self.runner.report(f"bound of {row.name}: {1000 * max(stages):.0f} ms per {unit}")
         found["staleness_measured"] = [level for answer in workers.ask("look") for level in answer["staleness"]]
-        self._rest(workers)
+        self._release(workers)
 
     def _warm_up(self, row: BenchRow) -> int:
         """Batches that are not timed. Stages that do not wait for each other need two: each then is as far ahead of
@@ -271,7 +243,7 @@ class Bench:
     def _timed(self, row: BenchRow, batches: int) -> int:
         """One worker takes as long for one batch as K workers for K batches; a GPU takes milliseconds."""
         on_gpu = self.setting.device != "cpu"
-        if row.workers == "one":
+        if row.alone:
             return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
         m = self.groups[row.name].m
         batches *= (GPU_TIMES if on_gpu else 1) * batches_per_update(row, self.setting, m)
@@ -281,16 +253,16 @@ class Bench:
     def _there(self) -> list[BenchRow]:
         return [row for row in self.rows if row.name in self.groups]
 
-    def _rest(self, workers: WorkerGroup) -> None:
+    def _release(self, workers: WorkerGroup) -> None:
         """Where memory is short, only the row that is timed holds batches in flight."""
-        if not self.thrifty and memory_left() < SPARE:
+        if not self.short_of_memory and memory_left() < SPARE:
             self.runner.report("memory is short: rows release theirs between rounds, and are filled again")
-            self.thrifty = True
+            self.short_of_memory = True
             for other in self.groups.values():
                 if other.row.name in self.found:
-                    other.ask("rest")
-        if self.thrifty:
-            workers.ask("rest")
+                    other.ask("release")
+        if self.short_of_memory:
+            workers.ask("release")
 
     def _isolated(self, row: BenchRow) -> AbstractContextManager[None]:
         return isolated(partial(self._leave_out, row), errors=RowFailedError)
@@ -312,6 +284,7 @@ class Bench:
 
     def as_dict(self) -> dict[str, Any]:
         request, setting = self.request, self.setting
+        on_gpu = setting.device != "cpu"
         rows = [{name: value for name, value in found.items() if name != "first"} for found in self.found.values()]
         settings = {
             **setting.as_dict(),
@@ -322,26 +295,17 @@ class Bench:
             "partition": request.partition,
             "budget_minutes": request.minutes,
             "cores": len(cores_here()),
-            "cores_shared": setting.device == "cpu" and len(cores_here()) < setting.K,
+            "cores_shared": not on_gpu and len(cores_here()) < setting.K,
             "load": round(self.load, 2),
             "memory": MEMORY[setting.device],
             "seconds": round(self.runner.seconds, 1),
         }
-        bound = (
-            {**self.bound, "meaning": BOUND}
-            if self.bound
-            else {
-                "seconds_per_batch": [],
-                "samples_per_second": [],
-                "stages": [],
-                "meaning": "not measured: all stages share one GPU" if setting.device != "cpu" else BOUND,
-            }
-        )
+        bound = self.bound or {"seconds_per_batch": [], "samples_per_second": [], "stages": []}
         return {
             "settings": settings,
             "rows": rows,
             "left_out": self.left_out,
-            "bound": bound,
+            "bound": {**bound, "meaning": "not measured: all stages share one GPU" if on_gpu else BOUND},
             "provenance": self.origin,
         }
 
@@ -368,11 +332,9 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
     load = load_here()
-    made = origin()
     if setting.device == "cuda":
         check_gpu()
-        made["machine"] = f"{gpu_name()}, {made['machine']}"
-    made["machine"] = machines.described(made["machine"])
+    made = origin(on_gpu=setting.device == "cuda")
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
     setting = request.placed(setting, rows, earlier, runner)

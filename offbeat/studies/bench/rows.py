@@ -16,7 +16,6 @@ from offbeat.method import Method
 from offbeat.methods import named, parsed, settings_of, with_settings
 from offbeat.settings import shown
 
-Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
 BASELINE, OURS = "bp", "adl"  # what all others are compared with
 ALWAYS = (BASELINE, OURS)
@@ -28,8 +27,7 @@ class BenchRow:
     """One way to train.
 
     setting   of its kind: a schedule of torch.distributed.pipelining, or a method of this package
-    workers   "one", or "K"
-    cores     of a worker: "one", or "all"
+    all_cores whether a worker has all cores, not one
     swept     whether the number of micro-batches is to be found first
     micro     whether an update is one batch, which is split into M micro-batches
     recompute whether stages hold inputs instead of graphs
@@ -38,64 +36,55 @@ class BenchRow:
 
     name: str
     title: str
-    family: Family
     kind: Kind
     setting: str = ""
-    workers: Literal["one", "K"] = "K"
-    cores: Literal["one", "all"] = "one"
+    all_cores: bool = False
     swept: bool = False
     micro: bool = False
     recompute: bool = False
     bounds: bool = False
     on_gpu: bool = False  # there alone
 
+    @property
+    def family(self) -> Literal["bp", "torch", "offbeat"]:
+        if self.kind == "loop" or self.setting == "bp":
+            return "bp"
+        return "offbeat" if self.kind == "pipeline" else "torch"
+
+    @property
+    def alone(self) -> bool:
+        """Whether one worker trains the whole network, where others have K."""
+        return self.kind == "loop"
+
     def title_on(self, device: str) -> str:
         return self.title if device == "cpu" or self.on_gpu else ON_GPU.get(self.name, f"{self.title}, on streams")
 
 
+def _torch(name: str, title: str, schedule: str) -> BenchRow:
+    return BenchRow(name, f"torch pipelining, {title}", "pipelining", schedule, swept=True)
+
+
+def _ours(name: str, title: str, method: str = "", **more: bool) -> BenchRow:
+    return BenchRow(name, f"Offbeat {title}", "pipeline", method or name, **more)
+
+
 LISTED = (
-    BenchRow("bp", "BP, one worker", "bp", "loop", workers="one"),
-    BenchRow("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
-    BenchRow("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
-    BenchRow("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
-    BenchRow("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
-    BenchRow(
-        "torch-interleaved",
-        "torch pipelining, interleaved 1F1B",
-        "torch",
-        "pipelining",
-        "ScheduleInterleaved1F1B",
-        swept=True,
-    ),
-    BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
-    BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl", bounds=True),
-    BenchRow(
-        "adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", swept=True, micro=True, bounds=True
-    ),
-    BenchRow(
-        "adl-recompute",
-        "Offbeat ADL, micro-batches, recompute",
-        "offbeat",
-        "pipeline",
-        "adl",
-        swept=True,
-        micro=True,
-        recompute=True,
-    ),
-    BenchRow(
-        "adl-1f1b-micro",
-        "Offbeat ADL on the 1F1B lag, micro-batches",
-        "offbeat",
-        "pipeline",
-        "adl-1f1b",
-        swept=True,
-        micro=True,
-    ),
-    BenchRow("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
-    BenchRow("ddg", "Offbeat DDG", "offbeat", "pipeline", "ddg"),
-    BenchRow("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
-    BenchRow("dsp", "Offbeat DSP", "offbeat", "pipeline", "dsp"),
-    BenchRow("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
+    BenchRow("bp", "BP, one worker", "loop"),
+    BenchRow("bp-cores", "BP, all cores", "loop", all_cores=True),
+    BenchRow("bp-windows", "BP, windows at once", "pipeline", "bp", on_gpu=True),
+    _torch("torch-gpipe", "GPipe", "ScheduleGPipe"),
+    _torch("torch-1f1b", "1F1B", "Schedule1F1B"),
+    _torch("torch-interleaved", "interleaved 1F1B", "ScheduleInterleaved1F1B"),
+    BenchRow("ddp", "torch DistributedDataParallel", "ddp"),
+    _ours("adl", "ADL", bounds=True),
+    _ours("adl-micro", "ADL, micro-batches", "adl", swept=True, micro=True, bounds=True),
+    _ours("adl-recompute", "ADL, micro-batches, recompute", "adl", swept=True, micro=True, recompute=True),
+    _ours("adl-1f1b-micro", "ADL on the 1F1B lag, micro-batches", "adl-1f1b", swept=True, micro=True),
+    _ours("adl-1f1b", "ADL on the 1F1B lag"),
+    _ours("ddg", "DDG"),
+    _ours("fr", "FR"),
+    _ours("dsp", "DSP"),
+    _ours("gpipe", "GPipe", swept=True),
 )
 ROWS = {row.name: row for row in LISTED}
 ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where they do not differ in their cores
@@ -206,7 +195,7 @@ def row_of(name: str) -> BenchRow:
     if name in ROWS:
         return ROWS[name]
     method = named(name)
-    return BenchRow(name, f"Offbeat {name}: {method.title}", "offbeat", "pipeline", name, swept=method.m > 1)
+    return _ours(name, f"{name}: {method.title}", swept=method.m > 1)
 
 
 def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[str, Any]]:
@@ -317,13 +306,8 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1, be
     micro-batches."""
     parts = []
     if row.kind == "loop":
-        parts.append(
-            "a hand-written loop"
-            if setting.device == "cpu"
-            else "recorded as CUDA graphs"
-            if row.cores == "all"
-            else "eager"
-        )
+        on_gpu = "recorded as CUDA graphs" if row.all_cores else "eager"
+        parts.append("a hand-written loop" if setting.device == "cpu" else on_gpu)
     if m:
         best = best if tried > 1 else "no other number tried"
         update = "an update is one batch, in " if row.micro else ""
@@ -353,6 +337,26 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1, be
         if method.weights == "replay":
             parts.append("forwards are repeated")
     return "; ".join(parts)
+
+
+def described(
+    row: BenchRow, setting: BenchSetting, m: int | None, sweep: dict[int, float], best: str = BEST
+) -> dict[str, Any]:
+    """What a record has of a row before anything but its numbers of micro-batches is timed."""
+    K, pipeline = setting.K, row.kind == "pipeline"
+    levels = [method_of(row, setting, m).staleness(k, K) for k in range(1, K + 1)] if pipeline else []
+    return {
+        "name": row.name,
+        "title": title_of(row, setting, m),
+        "exact": not any(levels),
+        "workers": 1 if row.alone else K,
+        "staleness": levels,
+        "samples_per_update": samples_per_update(row, setting, m),
+        "micro_batches": m,
+        "cuts": cuts_of(row, setting, m),
+        "sweep": {str(tried): seconds for tried, seconds in sweep.items()},
+        "note": note(row, setting, m, len(sweep), best),
+    }
 
 
 def cores_here() -> list[int]:

@@ -27,11 +27,11 @@ from offbeat import models
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
-from offbeat.partitioning import Profile, solve
+from offbeat.partitioning import Profile
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.runs.launch import joined_group
 from offbeat.runs.train import file_name
-from offbeat.studies.bench.cuts import counted, measured
+from offbeat.studies.bench.cuts import best_cuts, counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
 from offbeat.studies.bench.records import folder_for, origin, stored
@@ -85,20 +85,8 @@ class ScalingRequest:
 
     def setting(self) -> BenchSetting:
         """What all points share, checked."""
-        check_numbers(
-            self.minutes,
-            {
-                "K": [self.K],
-                "M": [1 if self.M is None else self.M],
-                "batch_size": [self.batch_size],
-                "stages": self.stages,
-                "replicas": self.replicas,
-                "batch_sizes": self.batch_sizes,
-                "most_stages": [self.most_stages],
-                "repetitions": [self.repetitions],
-                "batches": [self.batches],
-            },
-        )
+        names = ("K", "M", "batch_size", "stages", "replicas", "batch_sizes", "most_stages", "repetitions", "batches")
+        check_numbers(self.minutes, {name: getattr(self, name) for name in names})
         if self.most_stages < STAGES[1]:
             raise UserError(f"most_stages={self.most_stages}: use {STAGES[1]} or more for a sweep")
         name, settings = parsed(self.method, M=self.M)
@@ -176,11 +164,6 @@ def kept_by(method: Method, setting: BenchSetting, costs: Profile, cuts: tuple[i
     }
 
 
-def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
-    """The cuts that balance, or None where there are too few units."""
-    return solve(costs.costs(), K, legal=costs.legal_cuts).cuts if len(costs.legal_cuts) + 1 >= K else None
-
-
 # ---- measured
 
 
@@ -208,7 +191,7 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
 
 def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
     """Time per batch and memory: of the method on K x R workers, of back-propagation on one; and of the stages that
-    compute at the same time on canned messages, seconds per batch each.
+    compute at the same time on fixed messages, seconds per batch each.
 
     A repetition times both, one after the other, so that what else the machine does slows down both.
     """
@@ -231,7 +214,7 @@ def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_s
             seconds.append(max(each))
             busy["time"].append(processor)
             looked = workers.ask("look")
-            memory = memory or [found["memory"] for found in looked]  # before stages on canned messages are made
+            memory = memory or [found["memory"] for found in looked]  # before stages on fixed messages are made
             if several:
                 each, processor = workers.seconds(warm_up, batches, what="bound")
                 at_once.append(each)

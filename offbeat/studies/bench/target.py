@@ -32,13 +32,6 @@ class Target:
         found = measured.loss if self.metric == "loss" else measured.error
         return math.nan if found is None else found
 
-    def as_text(self) -> str:
-        """
-        >>> Target("loss", 1.5).as_text(), Target("error", 12).as_text()
-        ('validation loss 1.5', 'validation error 12 %')
-        """
-        return f"validation {self.metric} {self.value:g}{' %' if self.metric == 'error' else ''}"
-
 
 def reached(target: Target, curve: Sequence[Measurement]) -> tuple[float, float] | None:
     """Samples and seconds until the target, or None.

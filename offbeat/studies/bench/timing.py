@@ -19,7 +19,7 @@ from offbeat.core.links import Message
 from offbeat.method import Method
 
 
-class Canned:
+class FixedMessages:
     """A link with the same messages for every batch, which throws away what is sent.
 
     contents    of a batch, or of its micro-batches
@@ -37,7 +37,7 @@ class Canned:
         pass
 
 
-class Tap:
+class RecordingLink:
     """A link that remembers the last contents that came through, of each of m micro-batches."""
 
     def __init__(self, link: Any, m: int) -> None:

@@ -45,11 +45,9 @@ from offbeat.studies.bench.rows import (
     BenchSetting,
     chosen,
     cores_here,
-    cuts_of,
+    described,
     left_out,
-    method_of,
     micro_batches,
-    note,
     settings_by_method,
     to_try,
 )
@@ -152,11 +150,8 @@ class UntilRequest(BenchRequest):
     def check(self) -> None:
         """Refuse what is wrong before the data are opened."""
         metric = self.target.metric
-        every = 1 if self.every is None else self.every
-        numbers = {"samples": self.samples, "every": every, "validation_samples": self.validation_samples}
-        sizes = {"batch_size": self.batch_size, "batch_per_update": self.batch_per_update}
-        numbers |= {name: size for name, size in sizes.items() if size is not None}
-        check_numbers(None, {name: [number] for name, number in numbers.items()})
+        names = ("samples", "every", "validation_samples", "batch_size", "batch_per_update")
+        check_numbers(None, {name: getattr(self, name) for name in names})
         if self.seed < 0:
             raise UserError(f"seed={self.seed}: use a whole number from 0 up")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
@@ -247,7 +242,7 @@ class UntilBench:
 
     def _described(self, trained: TrainedRow) -> dict[str, Any]:
         """A row of the record, without runs; without micro_batches where none could be timed."""
-        row, K = trained.row, self.setting.K
+        row = trained.row
         sweep: dict[int, float] = {}
         if row.swept:
             try:
@@ -257,22 +252,8 @@ class UntilBench:
                 self.runner.report(f"{trained.name} is left out: {error}")
                 return {}
         m = chosen_number(row, sweep)
-        method = method_of(row, self.setting, m) if row.kind == "pipeline" else None
-        levels = [method.staleness(k, K) for k in range(1, K + 1)] if method else []
-        return {
-            "name": trained.name,
-            "title": row.title,
-            "optimizer": OPTIMIZERS[trained.optimizer].title,
-            "exact": not any(levels),
-            "workers": K if row.workers == "K" else 1,
-            "staleness": levels,
-            "samples_per_update": self.setting.batch_size,
-            "micro_batches": m,
-            "cuts": cuts_of(row, self.setting, m),
-            "sweep": {str(number): seconds for number, seconds in sweep.items()},
-            "note": note(row, self.setting, m, len(sweep), LARGEST if row.micro else BEST),
-            "runs": [],
-        }
+        found = described(row, self.setting, m, sweep, LARGEST if row.micro else BEST)
+        return {**found, "name": trained.name, "optimizer": OPTIMIZERS[trained.optimizer].title, "runs": []}
 
     def _sweep(self, row: BenchRow) -> dict[int, float]:
         """Seconds per batch by the number of micro-batches, on random samples; the same for all optimizers."""
@@ -405,9 +386,9 @@ def chosen_number(row: BenchRow, sweep: Mapping[int, float]) -> int | None:
     largest that takes about as long, as `method="auto"` chooses M, since they are then less late.
 
     >>> seconds = {4: 0.105, 8: 0.1, 16: 0.11, 32: 0.2}
-    >>> chosen_number(BenchRow("gpipe", "", "offbeat", "pipeline", "gpipe", swept=True), seconds)
+    >>> chosen_number(BenchRow("gpipe", "", "pipeline", "gpipe", swept=True), seconds)
     8
-    >>> chosen_number(BenchRow("adl", "", "offbeat", "pipeline", "adl", swept=True, micro=True), seconds)
+    >>> chosen_number(BenchRow("adl", "", "pipeline", "adl", swept=True, micro=True), seconds)
     16
     """
     if not sweep:
@@ -452,7 +433,6 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     trained = TrainedRow.all_of(rows, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
-    made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     settings = {**identity(request, setting), **settings_of_request(request, data)}
     if request.every:

@@ -4,8 +4,8 @@
     {"build": m}                    make the contender anew (m micro-batches), and fill it
     {"sent": null}                  -> {"bytes": ..} that it sends for a batch
     {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} per batch: of the clock, and of the processor
-    {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
-    {"rest": null}                  give its memory back; it is built again when it is next timed
+    {"bound": [warm_up, batches]}   the same of its stage alone, on fixed messages
+    {"release": null}                  give its memory back; it is built again when it is next timed
     {"look": null}                  -> {"memory": .., "staleness": [..]}
     {"begin": {...}}                make the row anew and train it on data (row_training.py) -> {"weights": hash}
     {"train": updates}              -> {"seconds": ..} of these updates
@@ -32,7 +32,7 @@ from torch import nn
 from offbeat.core.links.network import connect
 from offbeat.errors import NotFinite, StageLost, first_line
 from offbeat.runs import launch
-from offbeat.studies.bench.contenders import Contender, Ours, Task, make
+from offbeat.studies.bench.contenders import Contender, PipelineRow, Task, make
 from offbeat.studies.bench.row_training import RowTraining
 from offbeat.studies.bench.rows import BenchSetting, cores_here, of_row, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
@@ -48,7 +48,7 @@ class RowWorker:
         self.on_gpu = self.setting.device != "cpu"
         pin(set(start["cores"] or own_core()))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(start["threads"])
-        if self.row.workers == "K" and not self.on_gpu:
+        if not self.row.alone and not self.on_gpu:
             join(start["store"], self.rank, start["world"])
         if self.on_gpu:
             torch.zeros(1, device=self.setting.device)
@@ -59,16 +59,11 @@ class RowWorker:
         self.empty = resident()
         self.m: int | None = None
         self.contender: Contender | None = None
-        self.unlinked: Callable[[], None] | None = None
+        self.without_messages: Callable[[], None] | None = None
         self.training: RowTraining | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        ((what, given),) = request.items()
-        found: dict[str, Any] = getattr(self, f"on_{what}")(given)
-        return found
-
     def on_build(self, m: int | None) -> dict[str, Any]:
-        self.on_rest()
+        self.on_release()
         fresh = forget_peak()
         self.m = m
         self._made()
@@ -97,12 +92,12 @@ class RowWorker:
 
     def on_bound(self, given: list[int]) -> dict[str, Any]:
         contender = self._made()
-        assert isinstance(contender, Ours)
-        if self.unlinked is None:
-            self.unlinked = contender.unlinked()
+        assert isinstance(contender, PipelineRow)
+        if self.without_messages is None:
+            self.without_messages = contender.without_messages()
             for _ in range(contender.fill):
-                self.unlinked()
-        return self._timed(self.unlinked, given)
+                self.without_messages()
+        return self._timed(self.without_messages, given)
 
     def on_look(self, _: Any = None) -> dict[str, Any]:
         used = torch.cuda.max_memory_allocated() if self.on_gpu else max(0, peak() - self.empty)
@@ -110,7 +105,7 @@ class RowWorker:
         return {"memory": used, "staleness": staleness}
 
     def on_begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        self.on_rest()
+        self.on_release()
         self.training = RowTraining.of(self.row, self.setting, self.rank, given)
         return {"weights": self.training.weights}
 
@@ -125,11 +120,11 @@ class RowWorker:
         assert self.training is not None
         return {"found": self.training.evaluate(), "order": self.training.order}
 
-    def on_rest(self, _: Any = None) -> dict[str, Any]:
+    def on_release(self, _: Any = None) -> dict[str, Any]:
         if self.contender:
             self.wait()
             self.contender.close()
-        self.contender = self.unlinked = None
+        self.contender = self.without_messages = None
         forget_peak()
         return {}
 
@@ -152,19 +147,21 @@ def join(name: str, rank: int, world: int) -> None:
     del trial
 
 
-def serve() -> None:
-    """Answer until the standard input closes."""
+def serve(make: Callable[[dict[str, Any]], Any] = RowWorker) -> None:
+    """Answer until the standard input closes: make a worker of the first line, and call its method on_NAME for each
+    request {NAME: argument}."""
     launch.die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no reply
-    row_worker: RowWorker | None = None
+    worker: Any = None
     for line in sys.stdin:
         request, answer = json.loads(line), dict[str, Any]()
         try:
-            if row_worker is None:
-                row_worker = RowWorker(request)
+            if worker is None:
+                worker = make(request)
             else:
-                answer = row_worker.answer(request)
+                ((what, given),) = request.items()
+                answer = getattr(worker, f"on_{what}")(given)
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
             answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
             answer |= {"diverged": True} if isinstance(error, NotFinite) else {}

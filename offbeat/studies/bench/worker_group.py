@@ -32,7 +32,76 @@ class RowFailedError(UserError):
         self.diverged = diverged
 
 
-class WorkerGroup:
+class Workers:
+    """Processes that get the same requests as lines of JSON, and each answer for themselves (worker.py).
+
+    processes   with their pipes, as subprocess.Popen has them, and a `close`; in the order of their ranks
+    errors      the file with the standard error of a rank
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.processes: list[Any] = []
+
+    def errors(self, rank: int) -> Path:
+        raise NotImplementedError
+
+    def ready(self) -> None:
+        """Wait until all have started, however many start at the same time."""
+        self._receive(PATIENCE)
+
+    def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
+        """The answer of every worker; RowFailedError as soon as one fails."""
+        for rank in range(len(self.processes)):
+            self.send(rank, {what: given})
+        return self._receive(self.patience)
+
+    def send(self, rank: int, what: dict[str, Any]) -> None:
+        pipe = self.processes[rank].stdin
+        with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is read
+            pipe.write(json.dumps(what) + "\n")
+            pipe.flush()
+
+    def _receive(self, patience: float) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        count = len(self.processes)
+        lost: RowFailedError | None = None  # what a worker noticed of the failure of another, which may answer later
+        deadline = time.monotonic() + patience
+        while len(found) < count:
+            waited = [rank for rank in range(count) if rank not in found]
+            pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
+            there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
+            if not there:
+                raise lost or RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
+            for pipe in there:
+                rank = pipes[pipe]
+                line = line_of(pipe)  # an answer is one line, so nothing is left in the buffer
+                if not line:
+                    raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
+                found[rank] = json.loads(line)
+                if "failed" in found[rank]:
+                    error = RowFailedError(found[rank]["failed"], diverged=bool(found[rank].get("diverged")))
+                    if not found[rank].get("lost"):
+                        raise error
+                    lost, deadline = lost or error, min(deadline, time.monotonic() + CAUSE)
+        if lost:
+            raise lost
+        return [found[rank] for rank in range(count)]
+
+    def _last_line(self, rank: int) -> str:
+        code = self.processes[rank].wait()
+        lines = self.errors(rank).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {code}"
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.close()
+        self.processes.clear()
+
+
+class WorkerGroup(Workers):
     """The processes of a row, one core each; all get the same requests, and each answers for itself.
 
     Under torchrun each is started by a process of its own (machines.py).
@@ -50,16 +119,16 @@ class WorkerGroup:
         first_core: int = 0,
         patience: float = PATIENCE,
     ) -> None:
+        super().__init__(patience)
         self.row, self.setting, self.folder, self.fork_server = row, setting, folder, fork_server
-        self.first_core, self.patience = first_core, patience
-        self.count = setting.K * setting.replicas if row.workers == "K" and setting.device == "cpu" else 1
+        self.first_core = first_core
+        self.count = setting.K * setting.replicas if not row.alone and setting.device == "cpu" else 1
         self.m: int | None = None
-        self.processes: list[Any] = []
 
     def start(self) -> None:
         """Start them and send them their ranks; `ready` waits until they have started."""
         cores = cores_here()
-        threads = len(cores) if self.row.cores == "all" else 1
+        threads = len(cores) if self.row.all_cores else 1
         loopback = LOOPBACK_INTERFACE.get(sys.platform)
         surroundings = {"OMP_NUM_THREADS": str(threads)}
         if self.setting.device != "cpu":
@@ -68,11 +137,11 @@ class WorkerGroup:
         if loopback and not joined_group():
             surroundings["GLOO_SOCKET_IFNAME"] = loopback
         for rank in range(self.count):
-            self.processes.append(self.fork_server.spawn(surroundings, self._errors(rank), rank))
+            self.processes.append(self.fork_server.spawn(surroundings, self.errors(rank), rank))
             mine = None if joined_group() else [cores[(self.first_core + rank) % len(cores)]]  # None: of its process
-            if self.row.cores == "all" or self.setting.device != "cpu":
+            if self.row.all_cores or self.setting.device != "cpu":
                 mine = cores
-            self._send(
+            self.send(
                 rank,
                 {
                     "row": self.row.name,
@@ -84,16 +153,6 @@ class WorkerGroup:
                     "threads": threads,
                 },
             )
-
-    def ready(self) -> None:
-        """Wait until all have started, however many start at the same time."""
-        self._receive(PATIENCE)
-
-    def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
-        """The answer of every worker; RowFailedError as soon as one fails."""
-        for rank in range(self.count):
-            self._send(rank, {what: given})
-        return self._receive(self.patience)
 
     def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
         """Seconds per batch of each worker, and processor seconds of all together."""
@@ -120,48 +179,5 @@ class WorkerGroup:
                 break
         return tried
 
-    def _send(self, rank: int, what: dict[str, Any]) -> None:
-        pipe = self.processes[rank].stdin
-        with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is read
-            pipe.write(json.dumps(what) + "\n")
-            pipe.flush()
-
-    def _receive(self, patience: float) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
-        lost: RowFailedError | None = None  # what a worker noticed of the failure of another, which may answer later
-        deadline = time.monotonic() + patience
-        while len(found) < self.count:
-            waited = [rank for rank in range(self.count) if rank not in found]
-            pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
-            there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
-            if not there:
-                raise lost or RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
-            for pipe in there:
-                rank = pipes[pipe]
-                line = line_of(pipe)  # an answer is one line, so nothing is left in the buffer
-                if not line:
-                    raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
-                found[rank] = json.loads(line)
-                if "failed" in found[rank]:
-                    error = RowFailedError(found[rank]["failed"], diverged=bool(found[rank].get("diverged")))
-                    if not found[rank].get("lost"):
-                        raise error
-                    lost, deadline = lost or error, min(deadline, time.monotonic() + CAUSE)
-        if lost:
-            raise lost
-        return [found[rank] for rank in range(self.count)]
-
-    def _errors(self, rank: int) -> Path:
+    def errors(self, rank: int) -> Path:
         return self.folder / f"{self.row.name}-{rank}.err"
-
-    def _last_line(self, rank: int) -> str:
-        code = self.processes[rank].wait()
-        lines = self._errors(rank).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {code}"
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.close()
-        self.processes.clear()
