@@ -33,8 +33,10 @@ class Panel:
     curves: list[Curve]
 
 
-def drawn(name: str, title: str, x: str, y: str, zero: bool, panels: list[Panel], columns: int = 3) -> Picture:
-    """A file in docs/results with these panels. `zero`: whether 0 is on the x axis."""
+def drawn(
+    name: str, title: str, x: str, y: str, zero: bool, panels: list[Panel], *, columns: int = 3, each: bool = False
+) -> Picture:
+    """A file in docs/results with these panels. `zero`: whether 0 is on the x axis; `each`: a tick at every value."""
     content = {
         "name": name,
         "title": title,
@@ -43,6 +45,7 @@ def drawn(name: str, title: str, x: str, y: str, zero: bool, panels: list[Panel]
         "zero": zero,
         "panels": [asdict(panel) for panel in panels],
         "columns": columns,
+        **({"each": True} if each else {}),
     }
 
     def svg() -> str:
@@ -61,7 +64,7 @@ def drawn(name: str, title: str, x: str, y: str, zero: bool, panels: list[Panel]
             for panel in panels
         }
         named = {line.label: line for those in lines_of.values() for line in those}
-        axis = Axis(x, doubling=True, zero=zero, format="~g")
+        axis = Axis(x, doubling=True, zero=zero, each=each, format="~g")
         charts = {
             heading: lines(those, x=axis, y=Axis(y), height=320, width=width, shared_legend=list(named.values()))
             for heading, those in lines_of.items()
@@ -103,8 +106,8 @@ def by_staleness(table: MeasuredTable) -> Picture:
         "with it and a synchronous start": {"corrected": True, "warmup": True},
     }
     made = []
+    places = [0.0, *(row.staleness for K in table.stages for row in table.late(K))]  # one range in all panels
     for K in table.stages:
-        places = [0.0, *(row.staleness for row in table.late(K))]
         for name, kind in kinds.items():
             if not table.late(K, **kind):
                 continue
@@ -122,20 +125,21 @@ def by_staleness(table: MeasuredTable) -> Picture:
 
 
 def by_stages(table: MeasuredTable) -> Picture:
-    """Error against K: a line for each method, M and corrector."""
+    """Error against K: a panel for each M that BP has, with a line for each method and corrector."""
     late = [row for row in table.rows if row.method != "bp"]
     stages = [row.K for row in table.rows]
-    curves = []
-    for M in sorted({row.M for row in table.rows if row.method == "bp"}):
-        bp = next(row for row in table.rows if row.method == "bp" and row.M == M)
-        curves.append(reference(f"BP, M={M}", bp, stages, len(curves), end=bp.shown(2)))
-    for method, M, corrector in sorted({(row.method, row.M, row.corrector or "") for row in late}):
-        rows = [row for row in late if (row.method, row.M, row.corrector or "") == (method, M, corrector)]
-        rows.sort(key=lambda row: row.K)
-        label = f"{method}, M={M}{f', {corrector}' if corrector else ''}"
-        curves.append(curve(label, [(row.K, row) for row in rows], len(curves), end=rows[-1].shown(2)))
+    kinds = sorted({(row.method, row.corrector or "") for row in late})
+    made = []
+    for bp in sorted((row for row in table.rows if row.method == "bp"), key=lambda row: row.M):
+        curves = [reference("BP, same M", bp, stages, 0)]
+        for colour, (method, corrector) in enumerate(kinds, start=1):
+            rows = [row for row in late if (row.method, row.corrector or "", row.M) == (method, corrector, bp.M)]
+            rows.sort(key=lambda row: row.K)
+            label = f"{method}, {corrector}" if corrector else method
+            curves += [curve(label, [(row.K, row) for row in rows], colour)] if rows else []
+        made.append(Panel(f"M={bp.M}", curves))
     title = f"{table.title}: test error"
-    return drawn(f"staleness-{table.slug}.svg", title, "stages K", "test error, %", False, [Panel("", curves)])
+    return drawn(f"staleness-{table.slug}.svg", title, "stages K", "test error, %", False, made, each=True)
 
 
 def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Picture:

@@ -47,7 +47,7 @@ class Axis:
     """What one axis shows.
 
     log: None where the values decide; doubling: a logarithmic scale with powers of two, from 0 on where `zero`;
-    whole: only whole numbers; zero: 0 is on it; most: it goes from 0 to there
+    whole: only whole numbers; zero: 0 is on it; most: it goes from 0 to there; each: a tick at every value
     """
 
     title: str
@@ -55,6 +55,7 @@ class Axis:
     doubling: bool = False
     whole: bool = False
     zero: bool = False
+    each: bool = False
     format: str = ".2f"
     most: float | None = None
 
@@ -185,7 +186,9 @@ def _scale(axis: Axis, values: Sequence[float]) -> alt.Scale:
 
 def _axis(axis: Axis, values: Sequence[float]) -> alt.Axis:
     more: dict[str, Any] = {}
-    if values and axis.doubling:
+    if values and axis.each:
+        more = {"values": sorted(set(values)), "format": ",~g"}
+    elif values and axis.doubling:
         low, high = min(values), max(values)
         ticks = [0.0, *doublings(max(low, 1.0), max(high, 1.0))] if axis.zero else doublings(low, high)
         more = {"values": ticks, "format": ",~g"}
