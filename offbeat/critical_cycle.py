@@ -135,7 +135,7 @@ class _Policy:
         for number in chain(range(len(self.slices)), reversed(range(len(self.slices)))):
             each = self.slices[number]
             arrived = ends[self.source[each]] + lag[each]  # less what the sequence computes before
-            begun = np.maximum.accumulate(arrived)
+            begun = np.maximum.accumulate(np.maximum(arrived, ends[each] - self.within[each]))
             if self.wraps[number]:
                 begun = np.maximum(begun, ends[self.last[number]] - self.period)
             later = self.within[each] + begun

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from offbeat import Method, UserError, critical_cycle
+from offbeat.critical_cycle import longest_period
 from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, AsyncDGL, GPipe, TwoBW
 from offbeat.ops import Backward, Barrier, Forward
 from offbeat.timeline import (
@@ -219,6 +220,20 @@ def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch
     assert drawn_operations <= 3 * sum(3 * method.m * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1))
     assert max(passes) <= 6 * K * method.M * method.m
     assert len(passes) <= 20
+
+
+@pytest.mark.parametrize(("K", "M", "seed"), [(1, 4, 0), (3, 1, 0), (5, 3, 0), (6, 4, 1), (4, 3, 220), (9, 6, 127)])
+def test_the_period_of_pipelined_back_propagation_is_that_of_a_long_timeline(K, M, seed):
+    """With the last two, an event that the one before it delays comes after one that the last period delays."""
+    draw = random.Random(seed)
+    forward, backward = ([draw.uniform(least, 3 * least) for _ in range(K)] for least in (0.5, 1.0))
+    up, down = ([draw.uniform(0, 0.05) for _ in range(K - 1)] for _ in range(2))
+    method, costs = BP(M=M, pipelined=True), Costs(forward, backward, up=up, down=down, latency=0.005)
+    spans = (span for span in timeline(method, 50 * M, costs) if span.k == 1)
+    ends = {span.operation.t: span.end for span in spans if isinstance(span.operation, Backward)}
+    mean = (ends[40 * M] - ends[20 * M]) / 20
+    assert period(method, costs) == pytest.approx(mean / M, rel=1e-9)
+    assert longest_period(_sequences(method, costs)) == pytest.approx(mean, rel=1e-9)
 
 
 def test_programs_that_wait_for_each_other_are_refused():
