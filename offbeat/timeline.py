@@ -170,62 +170,71 @@ def longer_than(method: Method, costs: Costs, seconds: float) -> bool:
     if method.free_running or method.order:
         return period(method, costs) > seconds
     window = seconds * method.M * method.workers
+    loops = _loops(method, costs)
+    if loops is not None and (loops.least * method.M > window or loops.most * method.M <= window):
+        return loops.least * method.M > window
     return _long_run(method, costs, within=window) > window
 
 
 def _long_run(method: Method, costs: Costs, *, within: float | None = None) -> float:
     """Seconds per M batches; `within` as for `longest_period`."""
-    loop = _slowest_loop(method, costs)
-    if loop is not None and loop.exact:
-        return loop.seconds * method.M
+    loops = _loops(method, costs)
+    if loops is not None and loops.least == loops.most:
+        return loops.least * method.M
     events = _lagged_events(method, costs) or _drained_events(method, costs) or _sequences(method, costs)
-    seconds = longest_period(events, within=within, least=loop.seconds * method.M if loop else 0.0)
+    seconds = longest_period(events, within=within, least=loops.least * method.M if loops else 0.0)
     if seconds is None:
         raise UserError(f"{method.name} with K={costs.K}: the programs of its stages wait for each other")
     return seconds
 
 
-class _Loop(NamedTuple):
-    """Seconds per batch of the slowest loop; whether that is the period, which otherwise may be longer."""
+class _Loops(NamedTuple):
+    """Bounds of the seconds per batch."""
 
-    seconds: float
-    exact: bool
+    least: float
+    most: float
 
 
-def _slowest_loop(method: Method, costs: Costs) -> _Loop | None:
-    """The slowest loop of dependencies of stages that run `ops.lagged`, with an update counted evenly; None for other
-    programs, and where stages wait for each other without end.
+def _loops(method: Method, costs: Costs) -> _Loops | None:
+    """What the slowest loop of dependencies says about stages that run `ops.lagged`; None for other programs, and where
+    stages wait for each other without end.
 
     A batch goes up by its forwards and down by its backwards. So the only loops go up from a stage j to a stage k >= j
     and down again; then stage j takes the next batch, lag_j - lag_k + 1 after that one. With a local loss j = k.
 
-    Updates are counted evenly, 1/M per batch. In a schedule some places along a loop meet more of them and others less;
-    on average it is as many, so that the period is at least that of the loop, and the same if M = 1 or if updates take
-    no time.
+    In a schedule some places along a loop meet more updates and others fewer; on average it is one per M batches, so
+    that the period is at least that of a loop with as much of an update. It is the same if M = 1 or if updates take no
+    time. With windows by count all stages update after the same batch, where at most one of them is on a path: the
+    period is at most that of the slowest loop without updates, and the longest update per M batches.
     """
     if (lags := _plain_lags(method, costs)) is None:
         return None
     K, M = costs.K, method.M
     kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
     forward, backward, update = (np.array([each[kind][0] for each in kinds]) for kind in (Forward, Backward, Update))
-    exact = M == 1 or not update.any()
     if method.feedback != "above":
-        return _Loop(float((forward + backward + update / M).max()), True)
+        slowest = float((forward + backward + update / M).max())
+        return _Loops(slowest, slowest)
     up, down = (np.array([each[kind][2] for each in kinds]) for kind in (Forward, Backward))
     ends = np.cumsum(forward + backward + up + np.append(0.0, down[:-1]))  # of a batch up to stage k and down to 1
     begins = ends - forward - backward
-    slowest, found = -math.inf, (0, 0)
+    slowest, most, found = -math.inf, -math.inf, (0, 0)
     for j in range(K):
         batches = lags[j] - lags[j:] + 1
         if batches.min() <= 0:
             return None
-        seconds = (ends[j:] - begins[j] + update[j] / M) / batches
+        seconds = ends[j:] - begins[j]
+        most = max(most, float((seconds / batches).max()))
+        seconds = (seconds + update[j] / M) / batches
         k = int(seconds.argmax())
         if seconds[k] > slowest:
             slowest, found = float(seconds[k]), (j, j + k)
     j, k = found
     parts = [*forward[j : k + 1], *backward[j : k + 1], *up[j + 1 : k + 1], *down[j:k], update[j] / M]
-    return _Loop(math.fsum(parts) / int(lags[j] - lags[k] + 1), exact)
+    slowest = math.fsum(parts) / int(lags[j] - lags[k] + 1)
+    if M == 1 or not update.any():
+        return _Loops(slowest, slowest)
+    return _Loops(slowest, most + float(update.max()) / M if method.window == "count" else math.inf)
 
 
 def _plain_lags(method: Method, costs: Costs) -> Places | None:
