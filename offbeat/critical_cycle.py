@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,12 +69,13 @@ class EventArrays(NamedTuple):
 
 
 def longest_period(
-    sequences: EventArrays | Sequence[Sequence[PeriodicEvent]], *, within: float | None = None
+    sequences: EventArrays | Sequence[Sequence[PeriodicEvent]], *, within: float | None = None, least: float = 0.0
 ) -> float | None:
     """Seconds per period in the long run; None if events wait for each other without end.
 
     With `within` it only has to be decided whether the period is longer: what is returned is `within` if not, and
-    otherwise at most the period.
+    otherwise at most the period. `least` is known not to be more than the period: the closer it is, the fewer cycles
+    are looked at.
 
     >>> ping = [PeriodicEvent("send", 1.0), PeriodicEvent("use", 2.0, waits_for="reply", delay=0.5)]
     >>> sequences = [ping, [PeriodicEvent("reply", 4.0, waits_for="send", delay=0.5)]]
@@ -83,7 +84,7 @@ def longest_period(
     """
     policy = _Policy(sequences if isinstance(sequences, EventArrays) else EventArrays.of(sequences))
     most = math.inf if within is None else within
-    policy.period = max(policy.period, within or 0.0)
+    policy.period = max(policy.period, within or 0.0, least)
     while policy.period <= most and policy.sweep():
         if not policy.evaluate():
             return None
@@ -135,7 +136,7 @@ class _Policy:
         for number in chain(range(len(self.slices)), reversed(range(len(self.slices)))):
             each = self.slices[number]
             arrived = ends[self.source[each]] + lag[each]  # less what the sequence computes before
-            begun = np.maximum.accumulate(arrived)
+            begun = np.maximum.accumulate(np.maximum(arrived, ends[each] - self.within[each]))
             if self.wraps[number]:
                 begun = np.maximum(begun, ends[self.last[number]] - self.period)
             later = self.within[each] + begun
@@ -164,13 +165,13 @@ class _Policy:
         before = np.where(self.remote, self.source, self.previous)
         distance = np.where(self.remote, -self.ahead, self.next_period)
         seconds = self.seconds + np.where(self.remote, self.delay, 0.0)
-        roots = []
-        for cycle in _cycles(before):
+        cycles = _cycles(before)
+        for cycle in cycles:
             periods = int(distance[cycle].sum())
             if periods <= 0:
                 return False
-            roots.append(cycle[0])
             self.period = max(self.period, math.fsum(seconds[cycle].tolist()) / periods)
+        roots = [cycle[-1] for cycle in cycles]
         taken = seconds - self.period * distance
         taken[roots], before[roots] = 0.0, roots
         while True:  # along twice as many dependencies each time, up to one event of a cycle, which keeps its time
@@ -183,19 +184,19 @@ class _Policy:
         return True
 
 
-def _cycles(before: Places) -> list[list[int]]:
-    """The cycles of a graph in which every event has one that comes before it."""
+def _cycles(before: Places) -> list[Places]:
+    """The cycles of a graph in which every event has one that comes before it: of each the events, in increasing order.
+
+    After as many steps as there are events, all are on a cycle. The last event of a cycle then becomes its name.
+    """
     reached, steps = before, 1
-    while steps < len(before):  # then all are on a cycle
+    while steps < len(before):
         reached, steps = reached.take(reached), 2 * steps
     on_cycle = np.zeros(len(before), bool)
     on_cycle[reached] = True
-    left, found = dict.fromkeys(np.flatnonzero(on_cycle).tolist()), list[list[int]]()
-    while left:
-        place, _ = left.popitem()
-        cycle: list[Any] = [place]
-        while (place := int(before[place])) != cycle[0]:
-            cycle.append(place)
-            del left[place]
-        found.append(cycle)
-    return found
+    events = np.flatnonzero(on_cycle)
+    step, last, steps = np.searchsorted(events, before[events]), np.arange(len(events)), 1
+    while steps < len(events):
+        last, step, steps = np.maximum(last, last.take(step)), step.take(step), 2 * steps
+    by_cycle = last.argsort(kind="stable")
+    return np.split(events[by_cycle], np.flatnonzero(np.diff(last[by_cycle])) + 1)

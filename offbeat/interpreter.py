@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import count, islice
 from typing import NamedTuple, Protocol
 
-from offbeat.ops import LESSON, Backward, Forward, Operation, Program, Update
+from offbeat.ops import LESSON, Backward, Forward, Operation, Program, Update, WindowRule
 
 WINDOWS = 2  # windows of steady state that are interpreted: later ones repeat them
 LONGEST = 10_000  # local iterations that are interpreted of a program with an order of its own
@@ -44,6 +44,14 @@ class Declaration(Protocol):
     def full(self, k: int, K: int, *, in_flight: int, forwards: int) -> bool: ...
 
     def plain_lag(self, k: int, K: int) -> int | None: ...
+
+    def drained(self, k: int, K: int) -> int | None: ...
+
+    @property
+    def m(self) -> int: ...
+
+    @property
+    def window(self) -> WindowRule: ...
 
     def __hash__(self) -> int: ...
 
@@ -164,28 +172,35 @@ def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
     >>> steady_state(TwoBW(M=3), 1, 4)
     SteadyState(fill=3, levels=(1, 1, 1, 1, 1, 1), versions=2, held=4, resting=(0, 1, 2, 3))
     """
+    if (held := method.drained(k, K)) is not None:
+        return SteadyState(0, (0,) * (WINDOWS * method.M * method.m), 1, held, (0,))
     lag = method.plain_lag(k, K)
-    return interpreted(method, k, K) if lag is None else lagged_state(lag, method.M, kept=method.versions_kept())
+    if lag is None:
+        return interpreted(method, k, K)
+    return lagged_state(lag, method.M, kept=method.versions_kept(), window=method.window)
 
 
 @lru_cache(maxsize=4096)
-def lagged_state(lag: int, M: int, *, kept: int) -> SteadyState:
-    """The steady state of `ops.lagged` with windows by count, which `interpreted` finds as well; but hundreds of stages
-    take long to fill. `kept` is that of `versions_kept`.
+def lagged_state(lag: int, M: int, *, kept: int, window: WindowRule = "count") -> SteadyState:
+    """The steady state of `ops.lagged`, which `interpreted` finds as well; but hundreds of stages take long to fill.
+    `kept` is that of `versions_kept`, at most 1 with aligned windows.
 
     Gradient t is computed after floor(t/M) updates, and its forward ran after floor((t-lag)/M). With two versions kept,
     forwards use that of the previous window, floor(t/M) - 1, if it is there. A window is in steady state if t >= lag
-    for its first gradient, and with two versions t >= M.
+    for its first gradient, and with two versions t >= M. With aligned windows this holds for the local iteration t of
+    the gradient, which is that of batch t-lag: a window is in steady state if t >= 2 lag.
 
     >>> lagged_state(3, 2, kept=1)
     SteadyState(fill=3, levels=(2, 1, 2, 1), versions=3, held=4, resting=(0, 1, 2, 3))
     >>> lagged_state(1, 2, kept=2)
     SteadyState(fill=2, levels=(1, 1, 1, 1), versions=2, held=2, resting=(0, 1, 1))
+    >>> lagged_state(3, 2, kept=1, window="aligned").levels
+    (2, 1, 2, 1)
     """
     least = int(kept == 2)  # staleness
     fill = max(lag, M) if least else lag
     updates = -(-fill // M)  # until the first window in steady state
-    first = updates * M
+    first = M * (updates if window == "count" else -(-2 * lag // M))
     levels = tuple(max(least, t // M - (t - lag) // M) for t in range(first, first + WINDOWS * M))
     resting = tuple(min(iteration, lag) for iteration in range(fill + 1))
     return SteadyState(fill, levels, updates + 1 if kept else 1, lag + 1, resting)

@@ -438,15 +438,29 @@ class Method:
         return in_flight >= self.lag(k, K) and (self.forward == "newest" or forwards >= self.M)
 
     def plain_lag(self, k: int, K: int) -> int | None:
-        """The lag of stage k if its steady state follows from it, M and the versions kept: the program is `ops.lagged`
-        with windows by count, and weights of the previous window are kept if forwards use them. None otherwise.
+        """The lag of stage k if its steady state follows from it, M, the window and the versions kept: the program is
+        `ops.lagged`, and where forwards use weights of the previous window, these are kept and windows are by count.
+        None otherwise.
 
         >>> from offbeat.methods import ADL, GPipe, TwoBW
         >>> ADL().plain_lag(1, 4), TwoBW().plain_lag(1, 4), GPipe(m=4).plain_lag(1, 4)
         (6, 3, None)
         """
-        other = self.order or self.m > 1 or self.pipelined or self.window != "count"
-        return None if other or (self.forward == "before" and self.weights != "stash") else self.lag(k, K)
+        other = self.order or self.m > 1 or self.pipelined
+        before = self.forward == "before" and (self.weights != "stash" or self.window != "count")
+        return None if other or before else self.lag(k, K)
+
+    def drained(self, k: int, K: int) -> int | None:
+        """The largest number of batches (micro-batches) that stage k holds, if it runs all backwards of a window before
+        the update: the program is `ops.fill_drain` or `ops.pipelined`. None otherwise.
+
+        >>> from offbeat.methods import ADL, BP, GPipe
+        >>> GPipe(m=8).drained(1, 4), BP(M=8, pipelined=True).drained(1, 4), ADL().drained(1, 4)
+        (8, 4, None)
+        """
+        if self.order or self.forward != "newest" or not (self.m > 1 or self.pipelined):
+            return None
+        return self.m if self.m > 1 else min(self.M, K - k + 1)
 
     def counted(self, levels: Iterable[int | None]) -> list[int]:
         """The levels of staleness of a window that count: all if it is complete and in steady state, else none.

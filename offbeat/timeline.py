@@ -6,6 +6,7 @@ arrived; sending takes no time of the stage. How much of a link's latency a meth
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offbeat.critical_cycle import EventArrays, PeriodicEvent, longest_period
+from offbeat.critical_cycle import EventArrays, PeriodicEvent, Places, longest_period
 from offbeat.errors import UserError
 from offbeat.interpreter import Messages, Step, steady_state
 from offbeat.method import Method
@@ -169,16 +170,79 @@ def longer_than(method: Method, costs: Costs, seconds: float) -> bool:
     if method.free_running or method.order:
         return period(method, costs) > seconds
     window = seconds * method.M * method.workers
+    loops = _loops(method, costs)
+    if loops is not None and (loops.least * method.M > window or loops.most * method.M <= window):
+        return loops.least * method.M > window
     return _long_run(method, costs, within=window) > window
 
 
 def _long_run(method: Method, costs: Costs, *, within: float | None = None) -> float:
     """Seconds per M batches; `within` as for `longest_period`."""
-    events = _lagged_events(method, costs) or _fill_drain_events(method, costs) or _sequences(method, costs)
-    seconds = longest_period(events, within=within)
+    loops = _loops(method, costs)
+    if loops is not None and loops.least == loops.most:
+        return loops.least * method.M
+    events = _lagged_events(method, costs) or _drained_events(method, costs) or _sequences(method, costs)
+    seconds = longest_period(events, within=within, least=loops.least * method.M if loops else 0.0)
     if seconds is None:
         raise UserError(f"{method.name} with K={costs.K}: the programs of its stages wait for each other")
     return seconds
+
+
+class _Loops(NamedTuple):
+    """Bounds of the seconds per batch."""
+
+    least: float
+    most: float
+
+
+def _loops(method: Method, costs: Costs) -> _Loops | None:
+    """What the slowest loop of dependencies says about stages that run `ops.lagged`; None for other programs, and where
+    stages wait for each other without end.
+
+    A batch goes up by its forwards and down by its backwards. So the only loops go up from a stage j to a stage k >= j
+    and down again; then stage j takes the next batch, lag_j - lag_k + 1 after that one. With a local loss j = k.
+
+    In a schedule some places along a loop meet more updates and others fewer; on average it is one per M batches, so
+    that the period is at least that of a loop with as much of an update. It is the same if M = 1 or if updates take no
+    time. With windows by count all stages update after the same batch, where at most one of them is on a path: the
+    period is at most that of the slowest loop without updates, and the longest update per M batches.
+    """
+    if (lags := _plain_lags(method, costs)) is None:
+        return None
+    K, M = costs.K, method.M
+    kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
+    forward, backward, update = (np.array([each[kind][0] for each in kinds]) for kind in (Forward, Backward, Update))
+    if method.feedback != "above":
+        slowest = float((forward + backward + update / M).max())
+        return _Loops(slowest, slowest)
+    up, down = (np.array([each[kind][2] for each in kinds]) for kind in (Forward, Backward))
+    ends = np.cumsum(forward + backward + up + np.append(0.0, down[:-1]))  # of a batch up to stage k and down to 1
+    begins = ends - forward - backward
+    slowest, most, found = -math.inf, -math.inf, (0, 0)
+    for j in range(K):
+        batches = lags[j] - lags[j:] + 1
+        if batches.min() <= 0:
+            return None
+        seconds = ends[j:] - begins[j]
+        most = max(most, float((seconds / batches).max()))
+        seconds = (seconds + update[j] / M) / batches
+        k = int(seconds.argmax())
+        if seconds[k] > slowest:
+            slowest, found = float(seconds[k]), (j, j + k)
+    j, k = found
+    parts = [*forward[j : k + 1], *backward[j : k + 1], *up[j + 1 : k + 1], *down[j:k], update[j] / M]
+    slowest = math.fsum(parts) / int(lags[j] - lags[k] + 1)
+    if M == 1 or not update.any():
+        return _Loops(slowest, slowest)
+    return _Loops(slowest, most + float(update.max()) / M if method.window == "count" else math.inf)
+
+
+def _plain_lags(method: Method, costs: Costs) -> Places | None:
+    """The lags of stages that run `ops.lagged` alone; None for other programs."""
+    lags = [method.plain_lag(k, costs.K) for k in range(1, costs.K + 1)]
+    if None in lags or method.barrier or method.feedback == "synthesiser" or costs.exclusive:
+        return None
+    return np.array(lags, np.intp)
 
 
 def _busy(method: Method, costs: Costs) -> Iterator[float]:
@@ -239,13 +303,12 @@ def _lagged_events(method: Method, costs: Costs) -> EventArrays | None:
 
     Local iteration i is the forward of batch i and the backward of batch i - lag, and in one of M iterations an update.
     """
-    K, M = costs.K, method.M
-    lags = [method.plain_lag(k, K) for k in range(1, K + 1)]
-    if None in lags or method.barrier or method.feedback == "synthesiser" or costs.exclusive:
+    if (lags := _plain_lags(method, costs)) is None:
         return None
+    K, M = costs.K, method.M
     begins = np.array([[steady_state(method, k, K).fill + LESSON] for k in range(1, K + 1)])
-    lag, turn, size = np.array(lags, np.intp)[:, None], np.arange(M), 2 * M + 1  # [stage, turn], and [stage, event]
-    update = (lag - begins - 1) % M  # the turn that it follows
+    lag, turn, size = lags[:, None], np.arange(M), 2 * M + 1  # [stage, turn], and [stage, event]
+    update = ((lag if method.window == "count" else 0) - begins - 1) % M  # the turn that it follows
     kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
     seconds, delay = np.zeros((2, K, size))
     period, source = np.zeros((K, size), np.intp), np.full((K, size), -1)
@@ -265,21 +328,26 @@ def _lagged_events(method: Method, costs: Costs) -> EventArrays | None:
     return EventArrays([size] * K, seconds.reshape(-1), period.reshape(-1), source.reshape(-1), delay.reshape(-1))
 
 
-def _fill_drain_events(method: Method, costs: Costs) -> EventArrays | None:
-    """The same for stages that run `ops.fill_drain`: the forwards of m micro-batches, their backwards in reverse order,
-    and an update."""
-    K, m = costs.K, method.m
-    if m == 1 or method.order or costs.exclusive:
+def _drained_events(method: Method, costs: Costs) -> EventArrays | None:
+    """The same for stages that run all backwards of a window before its update: `ops.fill_drain` with m micro-batches,
+    or `ops.pipelined` with M batches; None for other programs."""
+    K, n = costs.K, method.M * method.m
+    if method.drained(1, K) is None or costs.exclusive:
         return None
     kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
-    place, size = np.arange(2 * m), 2 * m + 1
+    batch, ahead, size = np.arange(n), np.arange(K)[::-1, None], 2 * n + 1
+    if method.pipelined:
+        forwards = batch + np.maximum(batch - ahead, 0)
+        backwards = batch + np.minimum(batch + ahead, n - 1) + 1
+    else:
+        forwards, backwards = np.tile([batch, 2 * n - 1 - batch], (K, 1, 1)).swapaxes(0, 1)
     seconds, delay = np.zeros((2, K, size))
     source = np.full((K, size), -1)
-    for kind, events in ((Forward, place[:m]), (Backward, place[m:])):
+    for kind, events in ((Forward, forwards), (Backward, backwards)):
         for row, (taken, sender, waits, _) in enumerate(each[kind] for each in kinds):
-            seconds[row, events], delay[row, events] = taken, waits
+            seconds[row, events[row]], delay[row, events[row]] = taken, waits
             if sender is not None:
-                source[row, events] = (sender - 1) * size + events  # of the same micro-batch
+                source[row, events[row]] = (sender - 1) * size + events[sender - 1]
     seconds[:, -1] = [each[Update][0] for each in kinds]
     period = np.full(K * size, LESSON)
     return EventArrays([size] * K, seconds.reshape(-1), period, source.reshape(-1), delay.reshape(-1))

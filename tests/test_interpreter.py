@@ -302,6 +302,10 @@ def test_the_steady_state_by_the_lag_alone_is_that_of_the_interpreted_program(na
 
 def test_the_steady_state_of_hundreds_of_stages_interprets_no_program(monkeypatch):
     monkeypatch.setattr(Method, "program", None)
+    for given in ("adl", {"M": 256, "window": "aligned"}), ("bp", {"M": 256, "pipelined": True}), ("gpipe", {"m": 256}):
+        method = named(given[0], **given[1])
+        held = {"adl": [511, 1], "bp": [256, 1], "gpipe": [256, 256]}[method.name]
+        assert [steady_state(method, k, 256).held for k in (1, 256)] == held
     stages = [steady_state(named("adl", M=256), k, 256) for k in (1, 128, 256)]
     assert [(state.held, state.versions, state.staleness) for state in stages] == [
         (511, 3, 510 / 256),

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from offbeat import Method, UserError, critical_cycle
+from offbeat.critical_cycle import longest_period
 from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, AsyncDGL, GPipe, TwoBW
 from offbeat.ops import Backward, Barrier, Forward
 from offbeat.timeline import (
     Costs,
-    _fill_drain_events,
+    _drained_events,
     _lagged_events,
+    _loops,
     _sequences,
     balanced,
     longer_than,
@@ -193,12 +195,17 @@ def test_the_period_of_many_stages_is_found_without_running_the_schedule(method,
     assert period(method, balanced(256)) == pytest.approx(expected)
 
 
-MANY = [BP(), BP(M=64), DDG(), ADL(M=4), ADL(M=256), ADL1F1B(M=4), ADL1F1B(M=64), GPipe(32), TwoBW(M=255)]
+MANY = [
+    *(BP(), BP(M=64), BP(M=64, pipelined=True), DDG(), GPipe(32), GPipe(256), TwoBW(M=255)),
+    *(ADL(M=4), ADL(M=256), ADL(M=64, window="aligned"), ADL1F1B(M=4), ADL1F1B(M=64)),
+]
 
 
-@pytest.mark.parametrize("method", MANY, ids=lambda method: f"{method.name}-{method.M}")
-def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch):
-    """Operations of programs: at most three fills of each stage; events: in proportion to K M; a few evaluations."""
+@pytest.mark.parametrize(("hop", "longest_update", "most"), [(0.3, 0.0, 20), (30.0, 1.0, 60)])
+@pytest.mark.parametrize("method", MANY, ids=lambda method: f"{method.name}-{method.M}-{method.window}")
+def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, hop, longest_update, most, monkeypatch):
+    """Operations of programs: only with barriers, three fills of each stage; events: in proportion to K M; a few
+    evaluations, more on slow links."""
     K, drawn_operations, passes, program = 256, 0, [], Method.program
 
     def counted(self, k, stages, batches):
@@ -214,11 +221,54 @@ def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch
     evaluate = critical_cycle._Policy.evaluate
     monkeypatch.setattr(Method, "program", counted)
     monkeypatch.setattr(critical_cycle._Policy, "evaluate", evaluated)
-    uneven = Costs(*(drawn(K, 3).forward for _ in range(2)), up=[0.3] * (K - 1), down=[0.3] * (K - 1))
-    assert period(method, uneven) > 0
-    assert drawn_operations <= 3 * sum(3 * method.m * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1))
-    assert max(passes) <= 6 * K * method.M * method.m
-    assert len(passes) <= 20
+    forward, hops = drawn(K, 3).forward, [hop] * (K - 1)
+    update = [longest_update * each for each in forward]
+    assert period(method, Costs(forward, forward, update, up=hops, down=hops)) > 0
+    assert drawn_operations <= 3 * sum(3 * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1) if method.barrier)
+    assert max(passes, default=0) <= 6 * K * method.M * method.m
+    assert len(passes) <= most
+
+
+@pytest.mark.parametrize("method", [ADL(M=1), ADL1F1B(M=1), DSP(), BP(), ADL(M=1, window="aligned"), ADL(M=8)])
+def test_the_loops_of_stages_are_all_that_a_period_needs_without_uneven_updates(method, monkeypatch):
+    """The slowest loop, against the critical cycle of all events; with updates at every M-th batch it is a bound."""
+    for K, seed, slow in itertools.product((1, 2, 3, 8), range(4), (0.1, 1, 20)):
+        costs = drawn(K, seed)
+        hops = {name: [slow * each for each in getattr(costs, name)] for name in ("up", "down")}
+        costs = replace(costs, **hops, update=() if method.M > 1 else costs.update)
+        loops = _loops(method, costs)
+        assert loops.least == loops.most == period(method, costs)
+        assert loops.least == pytest.approx(longest_period(_sequences(method, costs)) / method.M, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", [ADL(M=4), ADL1F1B(M=6), TwoBW(M=8), ADL(M=5, window="aligned"), BP(M=3)])
+def test_the_loops_of_stages_bound_the_period(method):
+    gaps, between = [], 0  # to the lower bound
+    for K, seed, slow in itertools.product((1, 2, 3, 8), range(4), (0.1, 1, 20)):
+        costs = drawn(K, seed)
+        costs = replace(costs, **{name: [slow * each for each in getattr(costs, name)] for name in ("up", "down")})
+        loops, seconds = _loops(method, costs), period(method, costs)
+        assert loops.least <= seconds * (1 + 1e-12)
+        assert seconds <= loops.most * (1 + 1e-12)
+        between += loops.least < loops.most
+        assert seconds == pytest.approx(longest_period(_sequences(method, costs)) / method.M, rel=1e-12)
+        gaps.append(seconds / loops.least - 1)
+    assert max(gaps) < 0.2
+    assert between > 10
+
+
+@pytest.mark.parametrize(("K", "M", "seed"), [(1, 4, 0), (3, 1, 0), (5, 3, 0), (6, 4, 1), (4, 3, 220), (9, 6, 127)])
+def test_the_period_of_pipelined_back_propagation_is_that_of_a_long_timeline(K, M, seed):
+    """With the last two, an event that the one before it delays comes after one that the last period delays."""
+    draw = random.Random(seed)
+    forward, backward = ([draw.uniform(least, 3 * least) for _ in range(K)] for least in (0.5, 1.0))
+    up, down = ([draw.uniform(0, 0.05) for _ in range(K - 1)] for _ in range(2))
+    method, costs = BP(M=M, pipelined=True), Costs(forward, backward, up=up, down=down, latency=0.005)
+    spans = (span for span in timeline(method, 50 * M, costs) if span.k == 1)
+    ends = {span.operation.t: span.end for span in spans if isinstance(span.operation, Backward)}
+    mean = (ends[40 * M] - ends[20 * M]) / 20
+    assert period(method, costs) == pytest.approx(mean / M, rel=1e-9)
+    assert longest_period(_sequences(method, costs)) == pytest.approx(mean, rel=1e-9)
 
 
 def test_programs_that_wait_for_each_other_are_refused():
@@ -274,8 +324,11 @@ def test_the_period_with_exclusive_links_is_that_of_a_long_timeline(method):
 
 @pytest.mark.parametrize("name", ["bp", "adl", "pipedream", "2bw", "adl-1f1b", "pipemare", "dsp", "dgl", "predsim"])
 @pytest.mark.parametrize("M", [1, 2, 3, 7])
-def test_lagged_events_are_those_of_the_programs(name, M):
-    method = replace(DECLARED[name](), M=M)
+@pytest.mark.parametrize("window", ["count", "aligned"])
+def test_lagged_events_are_those_of_the_programs(name, M, window):
+    method = replace(DECLARED[name](), M=M, window=window)
+    if method.forward == "before" and window == "aligned":
+        return
     draw = random.Random(0).random
     for K in (1, 2, 5, 9):
         forward, backward, update, up, down = ([draw() for _ in range(K)] for _ in range(5))
@@ -290,7 +343,7 @@ def test_events_of_micro_batches_are_those_of_the_programs(m, recompute):
     for K in (1, 2, 5, 9):
         forward, backward, update, up, down = ([draw() for _ in range(K)] for _ in range(5))
         costs = Costs(forward, backward, update, up=up, down=down, latency=draw())
-        check_events(_fill_drain_events(method, costs), method, costs)
+        check_events(_drained_events(method, costs), method, costs)
 
 
 def check_events(found, method, costs) -> None:

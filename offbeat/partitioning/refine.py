@@ -102,7 +102,7 @@ def refine(
             present, kept = first, 0
         search.scale(found, last=present)
     return Refinement(
-        replace(search.solution(present), times=tuple(found[present].loads)),
+        replace(search.solution(present, checked=False), times=tuple(found[present].loads)),
         found[first].balance if first in found else found[present].balance,
         found[present].balance,
         len(tried) - 1,
@@ -136,9 +136,11 @@ class _Search:
         legal: Collection[int] | None = options.get("legal")
         self.legal = sorted(range(1, len(costs)) if legal is None else legal)
 
-    def solution(self, cuts: Cuts) -> Solution:
-        """These cuts, by the costs of the units; UserError where they do not fit the memory."""
-        return solve(self.costs, self.K, **{**self.options, "pinned": cuts})
+    def solution(self, cuts: Cuts, *, checked: bool = True) -> Solution:
+        """These cuts, by the costs of the units; UserError where they do not fit the memory, unless `checked` before,
+        which leaves out what the stages keep."""
+        given = {**self.options, "pinned": cuts}
+        return solve(self.costs, self.K, **(given | {"memory": None} if checked else given))
 
     def time(self, several: Sequence[Cuts]) -> dict[Cuts, _StageLoads]:
         """The loads of the stages between each of the cuts, timed in the same rounds."""
@@ -184,7 +186,7 @@ class _Search:
             moved = (*now.cuts[:place], self.legal[target % len(self.legal)], *now.cuts[place + 1 :])
             if all(a < b for a, b in pairwise(moved)) and 0 <= target < len(self.legal):
                 with contextlib.suppress(UserError):  # memory
-                    yield self.solution(moved).cuts
+                    yield self.solution(moved, checked=False).cuts
 
 
 def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:

@@ -118,12 +118,22 @@ class _Times:
     def furthest(self, start: int, limit: float) -> int:
         """No stage within the limit that starts at this position or before ends after that position."""
         most = self.most[start]
-        return bisect.bisect_right(self.least, limit, key=lambda least: least - most) - 1
+        place = bisect.bisect_right(self.least, most + limit)  # rounds differently from the difference, which counts
+        while place < len(self.least) and self.least[place] - most <= limit:
+            place = bisect.bisect_right(self.least, self.least[place], place)
+        while place > 0 and self.least[place - 1] - most > limit:
+            place = bisect.bisect_left(self.least, self.least[place - 1], 0, place)
+        return place - 1
 
     def earliest(self, end: int, limit: float) -> int:
         """No stage within the limit that ends at this position or after starts before that position."""
         least = self.least[end]
-        return bisect.bisect_left(self.most, -limit, key=lambda most: most - least)
+        place = bisect.bisect_left(self.most, least - limit)
+        while place < len(self.most) and least - self.most[place] > limit:
+            place = bisect.bisect_right(self.most, self.most[place], place)
+        while place > 0 and least - self.most[place - 1] <= limit:
+            place = bisect.bisect_left(self.most, self.most[place - 1], 0, place)
+        return place
 
 
 class _Held(NamedTuple):
@@ -413,27 +423,43 @@ def _reachable(ways: Sequence[Sequence[_Stage]], windows: Sequence[Places], limi
 
 
 def _best_start(stage: _Stage, starts: Places, before: Places, ends: Places) -> Floats:
-    """For every end the largest Y of the starts, positions of the window before, that it may have; -inf without one."""
-    if stage.held is not None:
-        best = np.full(len(ends), -np.inf)
-        for top in range(0, len(ends), BLOCK):
-            rows = ends[top : top + BLOCK]
-            near = starts[slice(*np.searchsorted(starts, [stage.first[rows[0]], rows[-1]]))]
-            if len(near):
-                found = np.where(stage.fits(rows, near), stage.times.starts[near], -np.inf)
-                best[top : top + BLOCK] = found.max(axis=1)
-        return best
+    """For every end the largest Y of the starts, positions of the window before, that it may have; -inf without one.
+
+    Y mostly grows, so that it is the largest of all starts below the end; only where that one may not be is there more
+    to look at.
+    """
     low, size = before[0], len(before)
     values = np.full(size, -np.inf)
     values[starts - low] = stage.times.starts[starts]
-    return _window_max(values, np.maximum(stage.first[ends] - low, 0), np.minimum(ends - low, size))
+    left, right = np.maximum(stage.first[ends] - low, 0), np.minimum(ends - low, size)
+    highest = np.maximum.accumulate(values)
+    place = np.maximum.accumulate(np.where(values == highest, np.arange(size), 0))[right - 1]  # the last of equals
+    best: Floats = highest[right - 1]  # a window begins before the next one
+    barred = place < left
+    if stage.held is not None:
+        barred |= stage.held.ends[ends] - stage.held.starts[place + low] > stage.held.limit
+    rows = np.flatnonzero(barred & (best > -np.inf))
+    if stage.held is None and len(rows):
+        best[rows] = _window_max(values, left[rows], right[rows])
+    elif len(rows):
+        best[rows] = _best_fitting(stage, starts, ends[rows])
+    return best
+
+
+def _best_fitting(stage: _Stage, starts: Places, ends: Places) -> Floats:
+    """The same by trying all starts."""
+    best = np.full(len(ends), -np.inf)
+    for top in range(0, len(ends), BLOCK):
+        rows = ends[top : top + BLOCK]
+        near = starts[slice(*np.searchsorted(starts, [stage.first[rows[0]], rows[-1]]))]
+        if len(near):
+            found = np.where(stage.fits(rows, near), stage.times.starts[near], -np.inf)
+            best[top : top + BLOCK] = found.max(axis=1)
+    return best
 
 
 def _window_max(values: Floats, left: Places, right: Places) -> Floats:
     """The maximum of values[left:right] for each pair, -inf where that is empty; a table of powers of two."""
-    if not left.any():
-        highest: Floats = np.maximum.accumulate(values)[right - 1]  # a window begins before the next one
-        return highest
     width = right - left
     level = np.frexp(np.maximum(width, 1))[1] - 1  # the largest power of two that fits
     table = np.full((int(level.max()) + 1, len(values)), -np.inf)
@@ -549,15 +575,15 @@ class _Kept:
 
 
 def _lowest_start(sums: Floats, limit: float) -> Places:
-    """For every b the lowest a with sums[b] - sums[a] <= limit, by bisection for all b at once.
+    """For every b the lowest a with sums[b] - sums[a] <= limit.
 
-    Not by searching for sums[b] - limit, which rounds differently from the difference that is reported.
+    A search for sums[b] - limit rounds differently from the difference that is reported, and is corrected by that.
     """
-    low, high = np.zeros(len(sums), np.intp), np.arange(len(sums))
-    while (low < high).any():
-        middle = (low + high) // 2
-        fits = sums - sums[middle] <= limit
-        low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+    low = np.minimum(np.searchsorted(sums, sums - limit), np.arange(len(sums)))
+    while (short := sums - sums[low] > limit).any():
+        low = low + short
+    while (enough := (low > 0) & (sums - sums[low - 1] <= limit)).any():
+        low = low - enough
     return low
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import statistics
@@ -37,6 +38,7 @@ from offbeat.partitioning.trace import Traced
 
 LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
 ROUNDS = 3  # of which the shortest counts
+ROUND, ENOUGH = 5.0, 20.0  # seconds of a round of short laps, one stage after the other; and after which no more begin
 CHILD = "from offbeat.partitioning.timing import serve; serve()"
 
 
@@ -89,6 +91,7 @@ class Runner:
         self.stage = Stage(k, K, module.train(), method=method, optimizer=_momentum, device=device)
         self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.gradients: list[Tensor | None] | None = None
+        self.share = math.inf  # seconds of a round in which many stages are run
         self.laps: tuple[list[float], list[float], list[float]] = ([], [], [])
 
     def warm_up(self) -> None:
@@ -101,7 +104,7 @@ class Runner:
         count."""
         for laps in self.laps:
             laps.clear()
-        seconds, began = max(seconds, SHORTEST), time.perf_counter()
+        seconds, began = max(seconds, min(SHORTEST, self.share)), time.perf_counter()
         while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
             self._lap()
         return StageTime(*(statistics.median(laps) for laps in self.laps))
@@ -146,7 +149,8 @@ def one_by_one(twin: Traced, sample: Any) -> Meter:
     """A meter that runs one stage after the other in this process, with at most one batch in flight each.
 
     A round runs every stage of all cuts once; a stage that several cuts have is run once for all of them. So other work
-    on the machine slows down different stages and cuts alike.
+    on the machine slows down different stages and cuts alike. Hundreds of stages have fewer laps each, and stages that
+    take long fewer rounds.
     """
     runners: dict[tuple[Any, ...], Runner] = {}  # of the last call: the next one may need some of them again
 
@@ -161,7 +165,12 @@ def one_by_one(twin: Traced, sample: Any) -> Meter:
                 if key not in runners:
                     runners[key] = Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M)
                     runners[key].warm_up()
-        rounds = [{key: runner.run(0.0) for key, runner in runners.items()} for _ in range(load.rounds)]
+        for runner in runners.values():
+            runner.share = ROUND / len(runners)
+        began = time.monotonic()
+        rounds: list[dict[tuple[Any, ...], StageTime]] = []
+        while len(rounds) < load.rounds and not (rounds and time.monotonic() - began > ENOUGH):
+            rounds.append({key: runner.run(0.0) for key, runner in runners.items()})
         return [[[each[key] for key in keys] for each in rounds] for keys in wanted]
 
     return times

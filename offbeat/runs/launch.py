@@ -62,6 +62,11 @@ def check_cores(
         )
 
 
+def workers_here(K: int) -> int:
+    """Workers of a row on this machine: all, unless processes of torchrun run the others elsewhere."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", K)) if joined_group() else K
+
+
 def check_workers(recipes: Iterable[Recipe]) -> None:
     """Refuse runs that start more workers than `check_cores` allows."""
     for recipe in recipes:

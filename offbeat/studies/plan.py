@@ -543,10 +543,11 @@ def _advice(
     if max_staleness is not None:
         yield _advised_window(method, K, max_staleness)
     largest = max(stages, key=lambda stage: stage.memory_bytes)
-    held = "inputs of " if largest.recompute else ""
+    batches, versions = largest.in_flight, largest.versions
     yield (
-        f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {held}{largest.in_flight} "
-        f"{'micro-' if method.m > 1 else ''}batches in flight and {largest.versions} versions"
+        f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for "
+        f"{'inputs of ' if largest.recompute else ''}{batches} {'micro-' if method.m > 1 else ''}"
+        f"batch{'es' * (batches > 1)} in flight and {versions} version{'s' * (versions > 1)}"
     )
     for first, updates in method.staleness_warmup:
         each, later = (1e3 * method.M * period(one, timing) for one in (first, method))

@@ -216,16 +216,16 @@ def show_splits(request: PlanRequest, method: Method) -> None:
 
 
 def options_of(split: Split, method: str) -> str:
-    """The options of a division; with those of the method, given as text, where it fits only with recompute.
+    """The options of a division; with those of the method, given as text, where stages recompute.
 
     >>> options_of(Split(4, 2, 1, samples_per_update=64, recompute="1+2"), "adl:corrector=sc")
-    '-K 4 --replicas 2 -M 1 --method adl:corrector=sc,recompute=1+2 (forwards are repeated to fit)'
+    '-K 4 --replicas 2 -M 1 --method adl:corrector=sc,recompute=1+2 (these stages repeat forwards)'
     """
     options = f"-K {split.K} --replicas {split.replicas} -M {split.M}"
     if not split.recompute:
         return options
     settings = f"{method}{',' if ':' in method else ':'}recompute={split.recompute}"
-    return f"{options} --method {settings} (forwards are repeated to fit)"
+    return f"{options} --method {settings} (these stages repeat forwards)"
 
 
 def split_table(request: PlanRequest, method: Method, found: Sequence[Split], chosen: Split) -> Table:
@@ -242,7 +242,7 @@ def split_table(request: PlanRequest, method: Method, found: Sequence[Split], ch
         if split.speedup is not None and split.memory_bytes is not None:
             figures = [f"{split.staleness:.2f}", f"{split.memory_bytes / 1e6:,.0f}", f"{split.speedup:.2f}"]
         row = (str(split.K), str(split.replicas), str(split.M), f"{split.samples_per_update:,}", *figures)
-        marks = ["fastest"] * (split is chosen) + [f"recompute {split.recompute}"] * bool(split.recompute)
+        marks = ["fastest"] * (split is chosen) + ["recompute"] * bool(split.recompute)
         table.add_row(*row, ", ".join(marks))
     return table
 

@@ -330,3 +330,20 @@ def test_the_first_run_of_a_batch_is_not_its_time_however_long_it_takes(monkeypa
     monkeypatch.setattr(batch_times.time, "perf_counter", lambda: now[0])
     seconds = batch_times.batch_seconds(SlowAtFirst(2, 2), torch.ones(4, 2), device=torch.device("cpu"))
     assert seconds(4) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(8.0, 1), (5.0, 2), (1.0, 3)])
+def test_stages_that_take_long_are_timed_in_fewer_rounds(monkeypatch, seconds, rounds):
+    """A round of three stages takes three times as long, and none begins after 20 seconds."""
+    now, shares = [0.0], []
+
+    def run(runner, least):
+        now[0] += seconds
+        shares.append(runner.share)
+        return StageTime(seconds, seconds)
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(timing_module.time, "monotonic", lambda: now[0])
+    (timings,) = one_by_one(trace(layers()).twin(), torch.randn(4, 8))([[2, 4]], Load([1, 1, 1]))
+    assert len(timings) == rounds
+    assert shares == [pytest.approx(5 / 3)] * 3 * rounds

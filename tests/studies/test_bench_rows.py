@@ -9,6 +9,7 @@ import pytest
 from bench_cases import SETTING
 
 from offbeat.errors import UserError
+from offbeat.studies.bench import memory
 from offbeat.studies.bench.cuts import check, placed
 from offbeat.studies.bench.rows import (
     ROWS,
@@ -142,3 +143,19 @@ def test_more_stages_than_units_are_refused():
 def test_a_number_of_micro_batches_is_the_best_only_of_several():
     assert "the best of those tried" in note(ROWS["gpipe"], SETTING, 4, tried=3)
     assert "no other number tried" in note(ROWS["gpipe"], SETTING, 4, tried=1)
+
+
+def test_rows_that_need_more_memory_than_is_free_are_refused(monkeypatch):
+    rows = [ROWS[name] for name in ("bp", "adl", "ddp")]
+    setting = replace(SETTING, K=10)  # 21 processes of 80 MB, and a small network
+    monkeypatch.setattr(memory, "available", lambda: (1_900_000_000, 4_000_000_000))
+    memory.check_memory(setting, rows)
+    memory.check_memory(replace(setting, device="cuda"), rows)
+    monkeypatch.setattr(memory, "available", lambda: (1_000_000_000, 4_000_000_000))
+    with pytest.raises(UserError) as refused:
+        memory.check_memory(setting, rows)
+    assert str(refused.value) == (
+        "K=10: 21 processes of 3 rows need at least 1.7 GB of memory, and 1.0 GB are free: use K=5 or fewer, fewer "
+        "rows (against=), or a machine with more memory"
+    )
+    memory.check_memory(replace(setting, K=5), rows)

@@ -580,7 +580,7 @@ def test_the_fastest_division_that_fits_only_with_recompute_is_named_with_it(off
     assert split["memory_bytes"] <= 1.1e6
     assert split["speedup"] < free[1]["speedup"], "with the forwards that stage 1 repeats"
     text = done(offbeat(*fixed, "--memory-limit", 1.1))
-    options = re.search(r"- fastest: (.*) \(forwards are repeated to fit\); 'offbeat plan' with these", text)[1]
+    options = re.search(r"- fastest: (.*) \(these stages repeat forwards\); 'offbeat plan' with these", text)[1]
     assert options == "-K 2 --replicas 1 -M 2 --method adl:corrector=sc,recompute=1"
     plan = json.loads(done(offbeat(*SMALL, *network, *options.split(), "--memory-limit", 1.1, "--json")))
     assert [stage["recompute"] for stage in plan["stages"]] == [True, False]

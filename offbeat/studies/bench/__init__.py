@@ -10,6 +10,7 @@ worker          a process that builds one contender and times it on request
 worker_group    the workers of one row, seen from the process that started them
 fork_server     the process that workers are forked from, which has imported torch
 machines        the same under torchrun, where each worker is started by a process of its own
+memory          whether the workers of all rows fit into the memory of this machine
 rounds          the benchmark: every round times every row once
 until           the other benchmark: every row is trained until a loss or error
 target          when a curve has reached it

@@ -16,10 +16,11 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
-from offbeat.runs.launch import check_cores, joined_group
+from offbeat.runs.launch import check_cores, joined_group, workers_here
 from offbeat.runs.train import file_name
 from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
+from offbeat.studies.bench.memory import check_memory, memory_left
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest
 from offbeat.studies.bench.rows import (
@@ -317,12 +318,6 @@ def _fastest(tried: dict[int, float]) -> int | None:
     return min(tried, key=lambda m: tried[m], default=None)
 
 
-def memory_left() -> float:
-    """Share of this machine's memory that is free."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) / int(lines["MemTotal"].split()[0])
-
-
 def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole benchmark. With `out` it continues the record there; Ctrl-C keeps what was measured."""
     machines.check(request.K, request.device)
@@ -330,6 +325,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if request.device == "cpu":
         check_cores(workers_here(request.K), instead="")
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
+    check_memory(setting, [row for row in rows if left_out(row, setting, request.micro_batches) is None])
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
     load = load_here()
     if setting.device == "cuda":
@@ -376,11 +372,6 @@ def load_here() -> float:
     """Other processes that may run on the cores of this one: all that do not fit on the others of the machine."""
     elsewhere = (os.cpu_count() or 1) - len(cores_here())
     return max(0.0, os.getloadavg()[0] - elsewhere)
-
-
-def workers_here(K: int) -> int:
-    """Workers of a row on this machine: all, unless processes of torchrun run the others elsewhere."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", K)) if joined_group() else K
 
 
 def shared_cores(K: int) -> str | None:

@@ -27,7 +27,7 @@ from offbeat.methods import AUTO, settings_of
 from offbeat.recommended import EFFICIENT, largest_efficient
 from offbeat.report import until_table
 from offbeat.runs import build
-from offbeat.runs.launch import check_cores
+from offbeat.runs.launch import check_cores, workers_here
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.task import LANGUAGE, default_names
@@ -36,7 +36,7 @@ from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest, check_numbers
-from offbeat.studies.bench.rounds import identity, shared_cores, workers_here
+from offbeat.studies.bench.rounds import identity, shared_cores
 from offbeat.studies.bench.rows import (
     BEST,
     OURS,
