@@ -117,6 +117,7 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
         (lambda: offbeat.make_recipe(batch_size="a"), "batch_size='a': use an integer"),
         (lambda: offbeat.make_recipe(left_out="a"), "left_out='a': use a tuple of integers"),
         (lambda: offbeat.make_recipe(seed="a"), "seed='a': use an integer"),
+        (lambda: offbeat.make_recipe(modle="mlp"), "unknown setting 'modle': did you mean 'model'?"),
         (lambda: offbeat.ADL(N=3), "ADL got an unexpected keyword argument 'N': its settings are M (default 4)"),
         (lambda: offbeat.ADL(4, 5), "ADL too many positional arguments: its settings are M (default 4)"),
         (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), seed="a"), "seed='a': use a whole number from 0 up"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
@@ -238,6 +239,14 @@ def split_update(samples: int, M: int, replicas: int = 1) -> int:
     return samples // (M * replicas)
 
 
+def _check_names(given: Iterable[str], method: str, names: Iterable[str]) -> None:
+    """Refuse a name that is no setting of the method, but almost one of a recipe."""
+    own = settings_of(method).keys() | {field.name for field in fields(Method)}
+    for name in given:
+        if name not in own and (nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.7)):
+            raise UserError(f"unknown setting {name!r}: did you mean {nearest[0]!r}?")
+
+
 def make_recipe(**given: Any) -> Recipe:
     """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
@@ -273,6 +282,7 @@ def make_recipe(**given: Any) -> Recipe:
     names = {field.name for field in fields(Recipe)}
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
+    _check_names(given, values["method"], names)
     method = with_settings(values["method"], given)
     if "batch_per_update" in values:
         values["batch_size"] = split_update(values["batch_per_update"], method.M, values.get("replicas", 1))
