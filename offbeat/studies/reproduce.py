@@ -469,7 +469,6 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
         return
     for name, recipe in ready.items():
         print(f"{name}: {recipe.method} {setting(recipe)}, {recipe.engine}, cuts {list(recipe.cuts or ())}")
-    print(
-        f"ready: {len(ready)} rows, {len(ready) * request.seeds} runs of {settings['epochs']} epochs with "
-        f"{request.seeds} seeds, in {request.folder}; nothing was trained"
-    )
+    rows, runs = counted(len(ready), "row"), counted(len(ready) * request.seeds, "run")
+    each = f"{counted(settings['epochs'], 'epoch')} with {counted(request.seeds, 'seed')}"
+    print(f"ready: {rows}, {runs} of {each}, in {request.folder}; nothing was trained")
