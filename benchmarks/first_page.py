@@ -276,9 +276,8 @@ def slow_network_row(found: Records) -> list[Cells]:
 
 
 def until_notes(found: Records) -> list[str]:
-    """The fastest rows with late gradients, of all and with the optimizer of the fastest synchronous one, against
-    that and the fastest synchronous one of several workers, to a loss of a language model: of the newest record, with
-    the ratios of earlier ones."""
+    """The time to a loss of a language model, with late gradients and with the fastest synchronous training: of the
+    newest record, with the ratios of earlier ones."""
     by_target: dict[Any, list[Record]] = defaultdict(list)
     for record in sorted(found.values(), key=lambda record: record["provenance"]["started"]):
         slow, settings = "network" in record["provenance"], record["settings"]
@@ -288,24 +287,42 @@ def until_notes(found: Records) -> list[str]:
 
 
 def _until_note(record: Record, earlier: list[Record]) -> list[str]:
+    """The times, how many times as fast that is, also in earlier records, and the optimizers."""
     exact, late = _fastest_rows(record)
     if exact is None or late is None:
         return []
-    alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
+    others = {"the fastest synchronous training": exact}
     several = until_table.fastest([row for row in until_table.synchronous(record) if row["workers"] > 1])
-    shown = [exact, *(row for row in (several, alike) if row not in (None, exact, late)), late]
+    if several not in (None, exact):
+        others["the fastest of several workers"] = several
+    same = len({row["optimizer"] for row in (late, *others.values())}) == 1
+    took, *theirs = (_took(row, with_optimizer=not same) for row in (late, *others.values()))
+    times = [" ".join(took), *(f"{words} ({name}) {time}" for words, (name, time) in zip(others, theirs, strict=True))]
+    ratios = [f"{until_table.seconds(row) / until_table.seconds(late):.2f}" for row in others.values()]
     network = record["provenance"].get("network")
-    alone = "" if _is_fair(record) else f" No synchronous row was trained with {late['optimizer']}."
-    times = [f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in shown]
-    ratios = [f"{ratio:.2f}" for one in earlier if _is_fair(one) and (ratio := _ratio(one))]
-    others = f", in earlier records {' and '.join(ratios)}" if ratios else ""
-    where = f"a line of {network}" if network else "fast links"
-    return [
-        point(
-            f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on {where}: "
-            f"{', '.join(times)}. The first takes {_ratio(record):.2f} times as long as the last{others}.{alone}"
-        )
-    ]
+    links = f"a line of {network}" if network else "fast links"
+    optimizer = f", {late['optimizer']}" if same else ""
+    text = (
+        f"Time until a GPT reaches {until_table.target(record)}, K={record['settings']['K']}, {links}{optimizer}, one "
+        f"run each: {'; '.join(times)}. ADL is {' and '.join(ratios)} times as fast"
+    )
+    if before := [f"{ratio:.2f}" for one in earlier if _is_fair(one) and (ratio := _ratio(one))]:
+        against = " against the first of the two" if len(others) > 1 else ""
+        text += f"; in earlier records{against} {' and '.join(before)} times"
+    text += "."
+    alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
+    if alike not in (None, late):
+        text += " With the optimizer of the fastest synchronous training: "
+        text += f"{' '.join(_took(alike, with_optimizer=True))}."
+    if not _is_fair(record):
+        text += f" No synchronous training had {late['optimizer']}."
+    return [point(text)]
+
+
+def _took(row: Record, *, with_optimizer: bool) -> tuple[str, str]:
+    """What trained, and how long."""
+    optimizer = f" with {row['optimizer']}" if with_optimizer else ""
+    return f"{row['title'].removeprefix('Offbeat ')}{optimizer}", duration(until_table.seconds(row))
 
 
 def _fastest_rows(record: Record) -> tuple[Record | None, Record | None]:
@@ -381,14 +398,17 @@ def notes(benches: Records, reproductions: Records) -> list[str]:
     if ratios := [bench_table.times_faster(rows["adl"], rows["ddp"]) for _, rows in runs if "ddp" in rows]:
         lines.append(
             point(
-                f"In these CPU runs ADL is {between(ratios, '{:.2f}'.format)} times as fast as "
-                "DistributedDataParallel on as many cores, which computes exact gradients."
+                f"In these CPU runs, ADL is {between(ratios, '{:.2f}'.format)} times as fast as "
+                "DistributedDataParallel, which computes exact gradients, on as many cores."
             )
         )
     if runs:
         held = [between([rows[name]["memory_per_worker"] for _, rows in runs], size) for name in ("adl", "best")]
         lines.append(
-            point(f"The largest worker of ADL holds {held[0]} there, that of the best synchronous pipeline {held[1]}.")
+            point(
+                f"In these runs, the worker that needs most memory holds {held[0]} with ADL, and {held[1]} with the "
+                "best synchronous pipeline."
+            )
         )
     return lines
 

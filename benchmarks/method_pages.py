@@ -261,7 +261,7 @@ def corrector_section(name: str) -> list[str]:
     kind = CORRECTORS[name]
     text, _, example = str(inspect.getdoc(kind)).partition(">>> ")
     first, *rest = text.splitlines()
-    takes = ", ".join(f"`{setting}={shown(field.default)}`" for setting, field in corrector_settings(name).items())
+    takes = ", ".join(f"`{setting}={shown(field.default)}`" for setting, field in corrector_settings(kind).items())
     return [
         f"## {name}: `offbeat.{kind.__name__}`",
         "",

@@ -27,6 +27,7 @@ def train() -> None:
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         nn.Sequential(nn.Flatten(), nn.Linear(1024, 10)),
     )
     digits = data.open("digits")

@@ -1,4 +1,4 @@
-"""Offbeat: train deep networks whose modules never wait for each other."""
+"""Offbeat: train deep networks whose stages never wait for each other."""
 
 from __future__ import annotations
 

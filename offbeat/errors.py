@@ -248,7 +248,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
 def named(error: BaseException) -> str:

@@ -129,7 +129,7 @@ def split(text: str) -> tuple[str, dict[str, str]]:
 def _of_corrector(text: str, setting: str) -> bool:
     """Whether the last corrector in the text has that setting."""
     name = text.rpartition("+")[2].partition(":")[0].strip()
-    return name in CORRECTORS and setting in settings_of_corrector(name)
+    return name in CORRECTORS and setting in settings_of_corrector(CORRECTORS[name])
 
 
 def split_list(text: str) -> list[str]:

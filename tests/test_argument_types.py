@@ -123,6 +123,7 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
         ),
         (lambda: offbeat.make_recipe(method=offbeat.ADL(M=2)), "method is a Method: give its name and settings"),
         (lambda: offbeat.make_recipe(warmup=10**400), "use a number of at least 0"),
+        (lambda: offbeat.make_recipe(modle="mlp"), "unknown setting 'modle': did you mean 'model'?"),
         (lambda: offbeat.ADL(N=3), "ADL got an unexpected keyword argument 'N': its settings are M (default 4)"),
         (lambda: offbeat.ADL(4, 5), "ADL too many positional arguments: its settings are M (default 4)"),
         (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), seed="a"), "seed='a': use a whole number from 0 up"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import offbeat
 from offbeat.correctors import CORRECTORS, Corrector
 from offbeat.correctors.corrector import CHANGES
 from offbeat.methods import named, parsed
+from offbeat.runs.recipe import from_json
 
 
 def test_memory_of_correctors_of_gradients_differs_in_replicas():
@@ -32,6 +36,39 @@ def test_every_corrector_of_the_folder_can_be_given_by_name():
     }
     assert declared == set(CORRECTORS.values())
     assert all(corrector.changes and {*corrector.changes} <= {*CHANGES} for corrector in declared)
+
+
+@dataclass(frozen=True)
+class Smaller(Corrector):
+    name: ClassVar[str] = "smaller"
+    changes: ClassVar[tuple[str, ...]] = ("gradient",)
+    by: float = 0.5
+
+    def gradients(self, gradients, parameters, forwarded, context):
+        return [gradient * self.by for gradient in gradients]
+
+
+def test_a_corrector_that_is_not_in_the_list_works_as_an_object():
+    """It ended in a KeyError when the stages were made."""
+    pipe = pipeline(offbeat.ADL(M=1, corrector=Smaller(by=0.25)))
+    for x, y in batches(6):
+        pipe.step(x, y)
+    assert pipe.correctors == ["smaller:by=0.25"] * 3
+    assert "corrector smaller:by=0.25" in str(pipe)
+
+
+def test_correctors_in_a_recipe_are_text_and_must_be_in_the_list():
+    """config.json had their settings without their names, so that a run could be neither resumed nor repeated."""
+    for given in ({"corrector": offbeat.SpikeCompensation(extra=1)}, {"settings": {"corrector": "sc:extra=1"}}):
+        recipe = offbeat.make_recipe(method="adl", K=2, **given)
+        assert recipe.settings["corrector"] == recipe.corrector == "sc:extra=1"
+        assert offbeat.make_recipe(**from_json(json.loads(json.dumps(recipe.as_dict())), Path("x"))) == recipe
+    both = [offbeat.WeightPrediction(), offbeat.SpikeCompensation()]
+    assert offbeat.make_recipe(method="adl", K=2, corrector=both).corrector == "lwp+sc"
+    with pytest.raises(
+        offbeat.UserError, match=r"corrector Smaller has no name .* give it to offbeat\.Pipeline, or add"
+    ):
+        offbeat.make_recipe(method="adl", K=2, corrector=Smaller())
 
 
 LATE = ("lwp", "sc", "dc", "t1", "lookahead")  # do nothing without a delay

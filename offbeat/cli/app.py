@@ -39,7 +39,7 @@ class Application(typer.Typer):
 
 app = Application(
     name="offbeat",
-    help="Train deep networks whose modules never wait for each other.",
+    help="Train deep networks whose stages never wait for each other.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -102,7 +102,7 @@ def by_stage(texts: Iterable[str]) -> str:
 
 
 def _text(corrector: Corrector) -> str:
-    values = {name: (getattr(corrector, field.name), field) for name, field in settings_of(corrector.name).items()}
+    values = {name: (getattr(corrector, field.name), field) for name, field in settings_of(type(corrector)).items()}
     settings = (f":{name}={_written(value)}" for name, (value, field) in values.items() if value != field.default)
     return corrector.name + "".join(settings)
 
@@ -124,7 +124,7 @@ def _parse(text: str, whole: str) -> Corrector:
     if name not in CORRECTORS:
         raise unknown("corrector", name, CORRECTORS)
     kind = CORRECTORS[name]
-    settings = settings_of(name)
+    settings = settings_of(kind)
     if parts and not settings:
         raise UserError(f"corrector {text!r}: {name} takes no number")
     given: dict[str, Any] = {}
@@ -142,13 +142,13 @@ def _parse(text: str, whole: str) -> Corrector:
     return kind(**given)
 
 
-def settings_of(name: str) -> dict[str, Field[Any]]:
+def settings_of(kind: type[Corrector]) -> dict[str, Field[Any]]:
     """The settings of a corrector by their names in text.
 
-    >>> list(settings_of("lwp")), list(settings_of("dc"))
+    >>> list(settings_of(WeightPrediction)), list(settings_of(DelayCompensation))
     (['horizon', 'form', 'fraction'], ['lambda', 'adaptive'])
     """
-    return {field.name.rstrip("_"): field for field in fields(CORRECTORS[name])}
+    return {field.name.rstrip("_"): field for field in fields(kind)}
 
 
 def _read(field: Field[Any], value: str, text: str) -> Any:

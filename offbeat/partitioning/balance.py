@@ -80,7 +80,7 @@ def imbalance(
     `loads` are the costs of the stages, `costs` those of the units.
 
     >>> imbalance([9, 3], ["embed", "a", "b", "c"], [1], [9, 1, 1, 1], remedy="split it into submodules")
-    'uneven cuts: stage 1 of 2 has 1.50 times the mean cost: embed alone has 1.50 times; split it into submodules'
+    'uneven cuts: stage 1 of 2 has 1.50 times the mean cost: unit embed alone has 1.50 times; split it into submodules'
     """
     mean = fmean(loads)
     if not mean or max(loads) <= TOLERATED * mean:
@@ -93,7 +93,7 @@ def imbalance(
     fewer = f"use K={fitting} or fewer, or " if 1 < fitting < len(loads) else ""
     stage = f"uneven cuts: stage {slowest + 1} of {len(loads)} has {max(loads) / mean:.2f} times the mean cost"
     if size > 1:
-        return f"{stage}: {names[largest]} alone has {size:.2f} times; {fewer}{remedy}"
+        return f"{stage}: unit {names[largest]} alone has {size:.2f} times; {fewer}{remedy}"
     coarse = f"it has {end - start} units, the largest is {names[largest]} with {size:.2f} times"
     return f"{stage}: {coarse}; use a smaller K, or {remedy}"
 

@@ -198,7 +198,7 @@ class Stopwatch:
         self.alone, self.notes = one_by_one(twin, sample), list[str]()
         self.workers: TimingWorkers | None = TimingWorkers(twin, sample, K) if TimingWorkers.possible(twin, K) else None
         if self.workers is None and K > 1:
-            self.notes.append(f"the {K} stages were timed one after the other: not as many cores on the cpu to run on")
+            self.notes.append(f"the {K} stages were timed one after the other: there are no cores for all of them")
 
     def __enter__(self) -> Stopwatch:
         if self.workers:

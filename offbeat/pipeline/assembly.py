@@ -62,7 +62,13 @@ class Assembly:
         return [worker for assembly in self.replicas for worker in assembly.workers]
 
     def check_trained(self) -> None:
-        """Refuse a parameter of the model that was frozen or unfrozen since the stages were made."""
+        """Refuse a parameter of the model that was frozen or unfrozen since the stages were made, and a model of
+        which nothing is trained."""
+        if not any(before for _, _, before in self.trained):
+            raise UserError(
+                "no parameter of the model requires a gradient, so nothing would be trained: call requires_grad_() on "
+                "the model or a part of it before you make the Pipeline"
+            )
         for name, parameter, before in self.trained:
             if parameter.requires_grad is not before:
                 now = "is frozen" if before else "requires gradients"

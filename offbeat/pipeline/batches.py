@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from offbeat.core.descriptions import shapes
 from offbeat.core.metrics import batch_size
 from offbeat.errors import UserError
 from offbeat.partitioning import as_dict
 from offbeat.pipeline.checks import kind_of
+
+NO_TENSORS = (int, float, str, bytes, np.ndarray)
 
 
 def pair(batch: Any, t: int) -> tuple[Any, Any]:
@@ -26,6 +30,20 @@ def pair(batch: Any, t: int) -> tuple[Any, Any]:
             "each of which may be a tuple or a dict of tensors, or dicts of keyword arguments"
         )
     return batch[0], batch[1]
+
+
+def check_pair(x: Any, y: Any) -> None:
+    """Refuse what a loader gives as a whole: without y, a list of two is no input but a batch."""
+    if y is None and isinstance(x, tuple | list) and len(x) == 2:
+        raise UserError(
+            f"x is {kind_of(x)} with two entries, and there is no y: give both, as in step(x, y) or step(*batch)"
+        )
+
+
+def check_tensors(x: Any, t: int) -> None:
+    """Refuse an input of numbers or arrays."""
+    if x is not None and all(isinstance(leaf, NO_TENSORS) for leaf in pytree.tree_leaves(x)):
+        raise UserError(f"batch {t} is {kind_of(x)} without a tensor: give a tensor, or a tuple or a dict of tensors")
 
 
 def of_replicas(x: Any, y: Any, replicas: int, *, first: bool) -> list[tuple[Any, Any]]:

@@ -144,6 +144,8 @@ def check_loss(loss: Loss | None, method: Method) -> None:
             f"loss {loss!r}: give a function of (output, target) that returns the mean, or None where the model "
             "computes its loss"
         )
+    if isinstance(loss, type):
+        raise UserError(f"loss is the class {loss.__name__}: give an object, {loss.__name__}()")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
 

@@ -162,6 +162,8 @@ class LocalStages:
 
     def step(self, given: Given) -> None:
         """A local iteration of every stage, with a batch for each replica of this process."""
+        for x, _ in given:
+            batches.check_tensors(x, self.batches)
         read = self.loss is not batches.own_loss
         entering = [batches.input_and_target(x, y, target_is_read=read) for x, y in given]
         assembly = self.assembled(entering[0][0])

@@ -225,6 +225,8 @@ class Pipeline(PipelineView):
         >>> loss.shape, pipe.batches
         (torch.Size([]), 1)
         """
+        if self._local.loss is not batches.own_loss and len(self.engine.replicas_here) == 1:
+            batches.check_pair(x, y)
         known = []
         given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
         for parts in zip(*(self._local.micro_batches(*one) for one in given), strict=True):

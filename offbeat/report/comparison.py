@@ -27,6 +27,13 @@ from offbeat.runs.record import lines
 from offbeat.runs.task import CLASSIFICATION, LearningTask, task_named
 
 ALL_LOCKS = {"forward", "backward", "update"}
+SHORT_HEADINGS = {  # of the table in a terminal
+    "per update": "per\nupdate",
+    "BN batch": "BN\nbatch",
+    "peak MB per stage": "peak\nMB",
+    "staleness per stage": "stale-\nness",
+}
+LONGEST_SETTING = 14  # characters that fit beside the other columns in 80
 STAGES_IN_FULL = 4  # of more stages, only the first and the last are shown; the JSON has all
 
 
@@ -209,16 +216,16 @@ def _notes(
         yield f"x BP: ratio of the medians of {task.speed_unit}, over {baseline.label}{cut}"
     if any(row.memory for row in rows):
         yield (
-            "peak MB: counted, at the fullest: parameters and their versions, gradients, optimizer state, batches in "
-            "flight; not the temporaries of an operation"
+            "peak MB: of each stage, counted, at the fullest: parameters and their versions, gradients, optimizer "
+            "state, batches in flight; not the temporaries of an operation"
         )
     if any(row.jacobian for row in rows):
         yield (
-            "staleness in updates; a/0: age a of the input, and 0 of the local Jacobian, by construction of replay, "
-            "which repeats the forward on the current weights"
+            "staleness: of each stage in updates; a/0: age a of the input, and 0 of the local Jacobian, by "
+            "construction of replay, which repeats the forward on the current weights"
         )
     elif any(row.staleness for row in rows):
-        yield "staleness in updates, measured, stage 1 first"
+        yield "staleness: of each stage in updates, measured, stage 1 first"
     if len({row.batchnorm_batch for row in rows}) > 1 and task is CLASSIFICATION:
         yield "BN batch: samples that BatchNorm normalises together; it differs, and so do the networks' functions"
     most = max(row.K for row in rows)
@@ -272,28 +279,29 @@ def _short(stages: list[str]) -> str:
 
 
 def filled(comparison: Comparison) -> list[dict[str, str]]:
-    """The rows without the columns that no row has a figure for."""
+    """The rows without the columns that no row has a figure for; a note explains BN batches that differ."""
     rows = [cells(row, comparison.learning_task) for row in comparison.rows]
-    return [{name: cell for name, cell in row.items() if any(other[name] != "-" for other in rows)} for row in rows]
+    found = {name: {row[name] for row in rows} for name in rows[0]}
+    left_out = {name for name, cells_of in found.items() if cells_of == {"-"}}
+    left_out |= {"BN batch"} if len(found["BN batch"]) == 1 else set()
+    return [{name: cell for name, cell in row.items() if name not in left_out} for row in rows]
 
 
 def table(comparison: Comparison) -> Table:
     """For a terminal of 80 columns and more: long names and the figures of stages go over several lines."""
     rows = filled(comparison)
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    names = [row["method"].replace(":", "\n").replace(",", "\n") for row in rows]  # a setting in each line
+    short = max(len(line) for name in names for line in name.split("\n")) <= LONGEST_SETTING
     for name in rows[0]:
-        heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
-        heading = heading.replace("per update", "per\nupdate")
-        breaks = name == "method" or name.endswith("per stage")
         made.add_column(
-            heading,
+            SHORT_HEADINGS.get(name, name),
             justify="left" if name == "method" else "right",
-            no_wrap=not breaks,
-            min_width=max(map(len, heading.split("\n"))),
+            no_wrap=short if name == "method" else not name.endswith("per stage"),
             overflow="fold",
         )
-    for row in rows:
-        made.add_row(*{**row, "method": row["method"].replace(":", " ")}.values())
+    for name, row in zip(names, rows, strict=True):
+        made.add_row(*{**row, "method": name}.values())
     return made
 
 

@@ -70,6 +70,24 @@ def markdown_rows(rows: Sequence[Mapping[str, str]]) -> str:
     return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def aligned(lines: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table for a terminal or a pipe: a line for each row, however wide; the columns `right` are of numbers.
+
+    >>> print(aligned([["row", "K"], ["first", "12"], ["b", "4"]], right=[1]))
+    row    K
+    first 12
+    b      4
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        " ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
 def document(title: str, lines: Sequence[str], notes: Sequence[str], provenance: Mapping[str, Any]) -> str:
     """A table, its notes, and where it comes from."""
     made = provenance

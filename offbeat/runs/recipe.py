@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from offbeat.correctors import CORRECTORS, Corrector, as_text
 from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_caller
 from offbeat.method import Method, Weights
-from offbeat.methods import AUTO, settings_of, with_settings
+from offbeat.methods import AUTO, METHODS, settings_of, with_settings
 from offbeat.ops import WindowRule
 from offbeat.recommended import check_settings, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
@@ -249,6 +251,14 @@ def split_update(samples: int, M: int, replicas: int = 1) -> int:
     return samples // (M * replicas)
 
 
+def _check_names(given: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse a name that is no setting of any method, but almost one of a recipe."""
+    own = {field.name for field in fields(Method)}.union(*(settings_of(method) for method in METHODS))
+    for name in given:
+        if name not in own and (nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.7)):
+            raise UserError(f"unknown setting {name!r}: did you mean {nearest[0]!r}?")
+
+
 def make_recipe(**given: Any) -> Recipe:
     """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
@@ -284,6 +294,7 @@ def make_recipe(**given: Any) -> Recipe:
     names = {field.name for field in fields(Recipe)}
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
+    _check_names(given, names)
     method = with_settings(values["method"], given)
     if "batch_per_update" in values:
         values["batch_size"] = split_update(values["batch_per_update"], method.M, values.get("replicas", 1))
@@ -375,9 +386,20 @@ def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A list as a tuple, and a path as text: recipes are hashed, and written as JSON."""
+    """A list as a tuple, a path and correctors as text: recipes are hashed, and written as JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Corrector):
+        return _plain([value])
+    if isinstance(value, list | tuple) and value and all(isinstance(one, Corrector) for one in value):
+        if own := [type(one).__name__ for one in value if one.name not in CORRECTORS]:
+            raise UserError(
+                f"corrector {own[0]} has no name that a recipe can be read from: give it to offbeat.Pipeline, or add "
+                "it to CORRECTORS in offbeat/correctors/registry.py"
+            )
+        return as_text(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ def recipes(epochs: int) -> dict[str, Recipe]:
 
 def show(out: Path | None, epochs: int) -> None:
     """Run the three and print one table."""
-    console = Console(highlight=False)
+    console, planned = Console(highlight=False), recipes(epochs)
     folder = out or _free(Path("runs/demo"))
+    if note := busy():
+        console.print(note, soft_wrap=True)
     results: dict[str, Result] = {}
-    for name, recipe in recipes(epochs).items():
+    for name, recipe in planned.items():
         console.print(f"[bold]{name}[/bold]: {recipe.model} on handwritten digits, b={recipe.batch_size}, M={recipe.M}")
         slug = name.lower().replace(",", "").replace(" ", "-").replace("=", "")
         result = train(recipe, out=folder / slug, show=True)
@@ -47,6 +50,17 @@ def show(out: Path | None, epochs: int) -> None:
         results[name] = result
     console.print(table(results))
     console.print(f"To see curves, staleness and timelines: offbeat report {folder}", soft_wrap=True)
+
+
+def busy() -> str | None:
+    """A line for a machine that other programs use: BP on all cores then waits in every layer for the slowest core."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load < cores() / 2:
+        return None
+    return (
+        f"other programs use this machine (load {load:.1f} on {cores()} cores): speeds say little, and BP on all cores "
+        "may take many times as long as on one"
+    )
 
 
 def table(results: dict[str, Result]) -> Table:

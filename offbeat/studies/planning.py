@@ -335,11 +335,11 @@ def recommendation_lines(found: Recommendation, method: Method, K: int, samples:
 
 def recommendation_table(found: Recommendation) -> Table:
     table = Table(title="an update in M micro-batches of b samples, forward and backward", box=box.SIMPLE_HEAD)
-    for column in ("b", "M", "ms per sample", "stage 1 late by", ""):
+    for column in ("b", "M", "ms per sample", "updates that stage 1 is late", ""):
         table.add_column(column, justify="right")
     for row in found.measured:
         chosen = "recommended" if row.M == found.M else ""
-        table.add_row(str(row.size), str(row.M), f"{1e3 * row.seconds:.3f}", f"{row.delay:g} updates", chosen)
+        table.add_row(str(row.size), str(row.M), f"{1e3 * row.seconds:.3f}", f"{row.delay:.3g}", chosen)
     return table
 
 

@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.methods import parsed
 from offbeat.report import draw_curves
 from offbeat.report.draw import by_the_way
+from offbeat.report.formatting import aligned, counted
 from offbeat.report.reproduction import Reproduction, grid, is_changed, markdown, read, setting
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
@@ -428,7 +427,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     first = [(row, recipe_of(row, 0, given)) for row, _ in table.order(1) if row in rows]
     listed = [(row, recipe, None if is_changed(recipe, given) else row.paper) for row, recipe in first]
     if not as_json:
-        Console(highlight=False).print(rows_grid(table, listed))
+        print(rows_text(table, listed))
         return
     described = [
         {"name": row.name, "title": row.title, "recipe": recipe.as_dict(), "paper": paper and vars(paper)}
@@ -437,21 +436,21 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     print(json.dumps(described))
 
 
-def rows_grid(table: Table, listed: Sequence[tuple[TableRow, Recipe, Paper | None]]) -> Grid:
-    """The rows with the paper's values, or those of a table of our own with their correctors."""
+def rows_text(table: Table, listed: Sequence[tuple[TableRow, Recipe, Paper | None]]) -> str:
+    """A line for each row: with the paper's value, or of a table of our own with its corrector."""
     epochs = ", ".join(f"{number} epochs" for number in sorted({recipe.epochs for _, recipe, _ in listed}))
-    title = f"{table.title}, {epochs}, {len(listed)} rows, most important first"
-    grid = Grid(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    samples = {recipe.batch_per_update for _, recipe, _ in listed}
+    same = f", {samples.pop()} samples per update" if len(samples) == 1 and None not in samples else ""
     published = any(row.paper for row in table.rows)
-    for name in ("row", "paper", "setting", "in the paper") if published else ("row", "setting", "corrector"):
-        grid.add_column(name, no_wrap=name in ("row", "paper"), overflow="fold")
+    lines = [["row", "K", "M", "b", "lr", *(("paper", "where") if published else ("corrector",))]]
     for row, recipe, paper in listed:
-        value = "-" if paper is None else "div." if paper.error is None else f"{paper.error:.2f}"
+        value = "-" if paper is None else "diverges" if paper.error is None else f"{paper.error:.2f}"
         value += f" / {paper.top5:.2f}" if paper and paper.top5 else ""
-        place = paper.place if paper else "(ours)"
-        cells = (value, setting(recipe), place) if published else (setting(recipe), recipe.corrector or "-")
-        grid.add_row(row.name, *cells)
-    return grid
+        place = paper.place.partition(",")[0] if paper else "(ours)"
+        last = (value, place) if published else (recipe.corrector or "-",)
+        lines.append([row.name, str(recipe.K), str(recipe.M), str(recipe.batch_size), f"{recipe.lr:g}", *last])
+    title = f"{table.title}, {epochs}{same}, {counted(len(listed), 'row')}, most important first"
+    return f"{title}\n\n{aligned(lines, right=(1, 2, 3))}"
 
 
 def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
@@ -472,7 +471,6 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
         return
     for name, recipe in ready.items():
         print(f"{name}: {recipe.method} {setting(recipe)}, {recipe.engine}, cuts {list(recipe.cuts or ())}")
-    print(
-        f"ready: {len(ready)} rows, {len(ready) * request.seeds} runs of {settings['epochs']} epochs with "
-        f"{request.seeds} seeds, in {request.folder}; nothing was trained"
-    )
+    runs = f"{counted(len(ready), 'row')}, {counted(len(ready) * request.seeds, 'run')}"
+    each = f"{counted(settings['epochs'], 'epoch')} with {counted(request.seeds, 'seed')}"
+    print(f"ready: {runs} of {each}, in {request.folder}; nothing was trained")

@@ -100,6 +100,18 @@ def test_the_readmes_table_has_at_most_ten_rows_and_the_losses():
     assert any(float(outcome) > 1 for outcome in outcomes if re.fullmatch(r"\+[\d.]+", outcome))  # points of error
 
 
+def test_the_ratios_of_the_readmes_times_are_how_many_times_as_fast_adl_is():
+    """They said how many times as long "the first" takes as "the last", of rows in one list."""
+    notes = " ".join((ROOT / "README.md").read_text().split()).split("- Time until ")[1:]
+    assert len(notes) >= 3
+    for note in notes:
+        took, *others = (float(time) for time in re.findall(r" ([\d.]+) s[;.]", note))
+        ratios = re.search(r"ADL is ([\d.]+)(?: and ([\d.]+))? times as fast", note).groups()
+        assert [other / took for other in others] == pytest.approx(
+            [float(ratio) for ratio in ratios if ratio], abs=0.01
+        )
+
+
 def test_the_first_pages_count_the_methods_that_there_are():
     for page in (ROOT / "README.md", ROOT / "docs/index.md"):
         assert f"one of {len(METHODS) - 1}\nother methods" in page.read_text()

@@ -202,7 +202,7 @@ def test_what_would_train_nothing_or_too_much_is_refused():
     ("given", "message"),
     [
         ([(1, 2, 3)], "batch 0 of the loader is of type tuple with 3 entries: give pairs"),
-        ([{"x": 1, "y": 2}], "stage 1 cannot take batch 0 of type dict: "),
+        ([{"x": 1, "y": 2}], "batch 0 is of type dict without a tensor: give a tensor"),
         ([torch.zeros(5, 4)], "batch 0 of the loader is of type Tensor: give pairs"),
         (5, "the loader is of type int: give an iterable"),
     ],

@@ -213,3 +213,38 @@ def test_an_optimizer_or_scheduler_instance_is_refused():
     schedule = torch.optim.lr_scheduler.StepLR(made, 10)
     with pytest.raises(offbeat.UserError, match=r"^scheduler is of type StepLR: give a function .* lambda optimizer"):
         offbeat.Pipeline(model, 2, loss=cross_entropy, optimizer=torch.optim.SGD, scheduler=schedule)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([1.0],), "batch 0 is of type list without a tensor: give a tensor, or a tuple or a dict of tensors"),
+        ((images()[0].numpy(), images()[1]), "batch 0 is of type ndarray without a tensor"),
+        ((images(),), "x is of type tuple with two entries, and there is no y: give both, as in step(x, y)"),
+        ((list(images()),), "x is of type list with two entries"),
+    ],
+)
+def test_a_step_without_a_tensor_or_with_a_whole_batch_as_x_is_refused(given, message):
+    """A unit of the model was said not to be measurable on it."""
+    pipe = offbeat.Pipeline(network(), K=2, optimizer=torch.optim.SGD, loss=cross_entropy)
+    with pytest.raises(offbeat.UserError) as error:
+        pipe.step(*given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Flatten(), nn.Tanh()), network().requires_grad_(False)])
+def test_a_model_of_which_nothing_is_trained_is_refused_when_it_is_trained(model, K):
+    """It trained nothing, without a word; to evaluate it is no mistake."""
+    pipe = offbeat.Pipeline(model, K=K, optimizer=torch.optim.SGD, loss=cross_entropy)
+    assert pipe.evaluate([images()])["samples"] == 6
+    for train in (lambda: pipe.step(*images()), lambda: pipe.fit([images()])):
+        with pytest.raises(offbeat.UserError, match="no parameter of the model requires a gradient"):
+            train()
+
+
+def test_the_class_of_a_loss_is_no_loss():
+    with pytest.raises(
+        offbeat.UserError, match=r"loss is the class CrossEntropyLoss: give an object, CrossEntropyLoss\(\)"
+    ):
+        offbeat.Pipeline(network(), K=2, optimizer=torch.optim.SGD, loss=nn.CrossEntropyLoss)

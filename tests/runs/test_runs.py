@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from offbeat import cli, models
 from offbeat.runs.recipe import load, make_recipe
+from offbeat.studies import demo
 
 AT_ONCE = 2
 LIMIT = 200  # seconds; a run that hangs, not one that is slow
@@ -358,6 +359,15 @@ def test_json_is_one_object_on_stdout_and_nothing_else(commands, folder):
     recorded = json.loads(done.stdout)
     assert recorded == {**lines(folder / "repeated", "result")[0], "out": str(folder / "repeated")}
     assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(("load", "noted"), [(0.4, False), (7.9, True)])
+def test_the_demo_notes_other_programs_that_use_the_machine(load, noted, monkeypatch):
+    """BP on all cores was 75 times as slow as on one, and ADL then 179 times as fast."""
+    monkeypatch.setattr(demo, "cores", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert bool(demo.busy()) == noted
+    assert not noted or "(load 7.9 on 2 cores)" in demo.busy()
 
 
 @pytest.mark.slow

@@ -230,6 +230,18 @@ def test_the_table_fits_a_terminal_of_any_width_and_shortens_no_figure(offbeat, 
         assert "…" not in outcome.out
 
 
+def test_names_and_figures_of_three_stages_are_whole_in_80_columns(offbeat, monkeypatch):
+    """A method's name was broken within its words, and the columns of stages were cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = compare(offbeat, "bp,adl:corrector=sc", "-K", 3)
+    table = outcome.out.split("\n- ")[0]
+    assert "corrector=sc" in table
+    rows = table.rpartition("─")[2].rstrip().splitlines()
+    staleness = " ".join(row.rstrip().rpartition("  ")[2] for row in rows if "0" in row).split()
+    assert staleness == ["0.00", "0.00", "0.00", "2.00", "1.00", "0.00"]
+    assert "BN" not in table  # the same for all
+
+
 def test_replayed_forwards_report_staleness_of_input_and_jacobian_separately(offbeat):
     outcome = compare(offbeat, "bp,adl:weights=replay")
     assert "1.00/0 0.00/0" in Path("x/comparison.md").read_text()

@@ -201,6 +201,20 @@ def test_rows_are_listed_without_data_and_nothing_is_run(offbeat):
     assert not any(Path().iterdir())
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_a_listed_row_is_one_line_also_where_the_terminal_is_narrow(offbeat, table, monkeypatch):
+    """Each went over up to eight lines of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "40")
+    title, empty, heading, *rows = offbeat("reproduce", table, "--list").out.splitlines()
+    assert (title.endswith("most important first"), empty, heading.split()[:5]) == (
+        True,
+        "",
+        ["row", "K", "M", "b", "lr"],
+    )
+    assert [row.split()[0] for row in rows] == [row.name for row, seed in TABLES[table].order(1)]
+    assert sum(len(row) > 80 for row in rows) < len(rows) / 10
+
+
 def test_samples_per_update_need_to_fit_the_rows_that_are_run_alone(offbeat):
     """They had to fit the first row of the table, too, and the error did not name the row."""
     given = ("reproduce", "cifar10-table", "--list", "--batch-per-update")
