@@ -69,6 +69,8 @@ def test_a_target_is_reached_where_the_line_between_validations_crosses_it(losse
 
 def test_the_best_loss_of_a_run_is_its_lowest_finite_one():
     assert best(LOSS, [Measurement(0, 0.0, 3.0), Measurement(1, 1.0, 2.0), Measurement(2, 2.0, float("nan"))]) == 2.0
+    assert best(LOSS, [Measurement(0, 0.0, float("nan")), Measurement(1, 1.0, 2.0)]) == 2.0, "nan < 2 and 2 < nan fail"
+    assert best(LOSS, [Measurement(0, 0.0, float("inf"))]) is None
     assert best(LOSS, []) is None
     assert best(Target("error", 5.0), [Measurement(0, 0.0, 3.0, 90.0), Measurement(1, 1.0, 9.0, 40.0)]) == 40.0
 
