@@ -344,7 +344,7 @@ def test_a_run_ends_at_its_target_its_last_sample_or_a_loss_that_is_not_finite(l
     assert next(left, None) is None
 
 
-def test_all_rows_begin_with_the_same_weights_and_a_twentieth_of_their_updates_as_warm_up():
+def test_all_rows_begin_with_the_same_weights_and_a_twentieth_as_warm_up():
     """100 updates of 8 samples, of which 802 make an epoch of 100 updates: 5 updates are 0.05 epochs."""
     given = []
     study = SimpleNamespace(
