@@ -77,6 +77,7 @@ LONG = (
     "test_tracing",
     "test_timing",
     "test_results",
+    "test_queued",
     "test_pipelines",
     "test_tied_transformers",
     "test_text",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.correctors import CORRECTORS, Corrector
+from offbeat.correctors import CORRECTORS, Corrector, optimizer_rules
 from offbeat.correctors.corrector import CHANGES
 from offbeat.methods import named, parsed
 from offbeat.runs.recipe import from_json
@@ -231,6 +231,58 @@ def test_correctors_without_needs_work_with_every_optimizer(corrector):
     adagrad = {"optimizer": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, weight_decay=0.1)}
     plain, found = trained(offbeat.ADL(M=1), **adagrad), trained(offbeat.ADL(M=1, corrector=corrector), **adagrad)
     assert not torch.equal(found["0.weight"], plain["0.weight"])
+
+
+@pytest.mark.parametrize("corrector", ["sc", "sc:2.5", "nag"])
+@pytest.mark.parametrize("make", [sgd, lambda p, **lr: torch.optim.NAdam(p, **lr)], ids=["sgd", "nadam"])
+def test_learning_rates_as_tensors_give_the_steps_of_numbers(make, corrector):
+    """As on a device, where steps are recorded and a schedule writes the rates."""
+    method = offbeat.ADL(M=1, corrector=corrector)
+    wanted = trained(method, optimizer=lambda p: make(p, lr=0.05))
+    found = trained(method, optimizer=lambda p: make(p, lr=torch.tensor(0.05), foreach=False))
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Elsewhere(torch.Tensor):
+    """A number of updates that seems to be on a device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+def test_numbers_of_updates_on_a_device_are_read_after_steps_of_others_only(monkeypatch, kind):
+    positions, read = optimizer_rules._positions, []
+    monkeypatch.setattr(optimizer_rules, "_positions", lambda values: (read.append(len(values)), positions(values))[1])
+
+    def stepped(elsewhere: bool) -> list[nn.Parameter]:
+        given = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3, generator=given, dtype=torch.float64)) for _ in range(3)]
+        optimizer = kind(parameters, lr=0.1, foreach=False)
+        rule = optimizer_rules.rule_of(optimizer)
+        for which in ((0, 1, 2), (0, 1), (0, 2), (0, 1), (0, 1, 2), (0, 1, 2)):
+            for index, parameter in enumerate(parameters):
+                gradient = torch.randn(3, generator=given, dtype=torch.float64)
+                parameter.grad = gradient if index in which else None
+            rule.before_step()
+            kept = rule.before_compensated_step(2.0)
+            optimizer.step()
+            for state in optimizer.state.values() if elsewhere else ():
+                for name in {"step", "mu_product"} & {*state}:
+                    if type(state[name]) is torch.Tensor:
+                        state[name] = state[name].as_subclass(Elsewhere)
+            with torch.no_grad():
+                rule.after_compensated_step(2.0, kept)
+        return parameters
+
+    here = stepped(False)
+    read.clear()
+    there = stepped(True)
+    assert read == [3, 2, 2, 2, 3], "and not in the last update"
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach().as_subclass(torch.Tensor), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])

@@ -6,7 +6,6 @@ import ast
 import doctest
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -166,7 +165,7 @@ def test_the_readme_of_the_benchmarks_names_every_script():
 
 
 def test_published_tables_are_those_of_their_records():
-    command = [sys.executable, ROOT / "benchmarks/results.py", "--check"]
+    command = [PYTHON, ROOT / "benchmarks/results.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stderr
 

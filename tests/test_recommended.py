@@ -9,7 +9,14 @@ import pytest
 import offbeat
 from offbeat.correctors.optimizer_rules import RULES, AdamRule
 from offbeat.methods import named, with_settings
-from offbeat.recommended import candidates, correctors_by_optimizer, parsed_auto, recommend
+from offbeat.recommended import (
+    candidates,
+    correctors_by_optimizer,
+    measured_times,
+    needs_times,
+    parsed_auto,
+    recommend,
+)
 
 
 def flat(size: int) -> float:
@@ -30,6 +37,36 @@ def test_one_stage_is_trained_by_back_propagation_without_measuring():
     found = recommend(1, batch=64, settings={}, seconds=refuse)
     assert found.method == named("bp", M=1)
     assert found.measured == ()
+    assert recommend(1, batch=64, settings={"staleness_warmup": 5}, seconds=refuse).method == named("bp", M=1)
+
+
+@pytest.mark.parametrize(
+    ("K", "batch", "settings", "sizes"),
+    [
+        (1, 64, {}, []),
+        (1, 64, {"latency": 0.1}, []),
+        (4, None, {}, []),
+        (4, None, {"latency": 0.1}, [1]),  # a batch is a sample, for want of its size
+        (4, None, {"latency": None}, []),
+        (4, 7, {}, []),
+        (4, 64, {"M": 8}, []),
+        (4, 64, {"M": 8, "latency": 0.0}, [8]),
+        (2, 64, {}, [64, 32, 16]),
+        (4, 64, {"latency": 0.9e-3}, [64, 32, 16, 8, 4]),
+        (4, 64, {"latency": 1.1e-3}, [64, 32, 16, 8, 4, 2]),  # the last for the lag of ADL, the others once
+    ],
+)
+def test_every_size_is_measured_once_and_only_where_there_is_something_to_choose(K, batch, settings, sizes):
+    asked = []
+
+    def counted(size: int) -> float:
+        asked.append(size)
+        return flat(size)
+
+    found = measured_times(K, batch=batch, settings=settings, seconds=counted)
+    assert asked == sizes
+    assert found == [(size, flat(size)) for size in sizes]
+    assert needs_times(K, batch=batch, settings=settings) == bool(sizes)
 
 
 def test_m_is_no_larger_than_a_quarter_of_an_update_of_delay_needs():

@@ -65,6 +65,17 @@ def test_the_theorems_follow_from_each_other(version):
         assert 2 * (0.7 + 50 * rise) / (50 * gamma) == pytest.approx(bound)
 
 
+def test_the_corrected_theorems_1_and_2_have_the_ratio_of_earlier_steps_squared():
+    """K=2 and M=3: two of three gradients of stage 1 are one update late, so that q = 2/3 and d is at most 1."""
+    known = {"A": 1.3, "L": 0.9}
+    rise = -0.1 / 2 * 0.5 + 0.1**2 * 1.3 * 0.9 / 2 * (1 / 3 + 0.9 * 0.1 * 3**2 * 2 / 3)
+    assert theory.theorem_1(ADL(3), 2, gamma=0.1, squared_gradient=0.5, sigma=3, **known) == pytest.approx(rise)
+    gammas = [0.4, 0.4, 0.2, 0.1, 0.1]  # of neighbours 2, of others 4
+    noise = sum(gamma**2 * (1 / 3 + 0.9 * gamma * 2**2 * 2 / 3) for gamma in gammas)
+    bound = (2 * 0.7 + 1.3 * 0.9 * noise) / 1.2
+    assert theory.theorem_2(ADL(3), 2, gammas=gammas, Delta=0.7, **known) == pytest.approx(bound)
+
+
 @pytest.mark.parametrize("epsilon", [0.1, 1, 2])
 def test_the_bound_of_theorem_3_belongs_to_the_step_of_its_proof(epsilon):
     for K, M in GRID:
@@ -104,6 +115,7 @@ def test_at_the_linear_rule_the_staleness_term_does_not_shrink_with_m():
         assert row.corrected == pytest.approx(at(A=1.3, L=0.9))
         assert row.stated == pytest.approx(at(A=1.3, L=0.9, version="stated"))
     assert all(a.stated > b.stated for a, b in itertools.pairwise(rows))  # what the paper concludes from its bound
+    assert all(row.applies for row in rows)
     assert not theory.bound_table(step=1, batches=10, Delta=1, A=1, L=1, K=[2], M=[2])[0].applies
 
 
@@ -123,8 +135,22 @@ def test_under_the_corollary_the_bound_of_theorem_2_vanishes():
         (lambda: theory.theorem_3_step(ADL(1), 1, epsilon=1e6, **KNOWN), "use epsilon <= "),
         (lambda: theory.theorem_1(ADL(1), 1, gamma=1, squared_gradient=1, A=0, L=1), "A = 0: use a number above 0"),
         (
-            lambda: theory.theorem_2(ADL(1), 1, gammas=[0.1, 0.2], Delta=1, A=1, L=1, version="stated"),
+            lambda: theory.theorem_2(ADL(1), 1, gammas=[0.2, 0.1, 0.2], Delta=1, A=1, L=1, version="stated"),
             "step sizes that increase",
+        ),
+        (
+            lambda: theory.theorem_1(ADL(1), 1, gamma=2, squared_gradient=1, A=1, L=4),
+            "gamma = 2 with L = 4: .* use gamma <= 0.25",
+        ),
+        (
+            lambda: theory.theorem_2(ADL(1), 1, gammas=[0.1, 2, 0.1], Delta=1, A=1, L=4),
+            "gamma = 2 with L = 4: .* use gamma <= 0.25",
+        ),
+        (lambda: theory.theorem_2(ADL(1), 1, gammas=[0.1, 0.0], Delta=1, A=1, L=1), "gamma = 0: use a number above 0"),
+        (lambda: theory.theorem_3_step(ADL(1), 1, **(KNOWN | {"S": 0})), "S = 0: use a number above 0"),
+        (
+            lambda: theory.theorem_1(ADL(1), 1, gamma=1, squared_gradient=1, A=1, L=1, version="statde"),
+            "unknown version 'statde'",
         ),
         (lambda: theory.theorem_3(ADL(1), 1, version="proof", **KNOWN), "unknown version 'proof'"),
     ],

@@ -66,6 +66,7 @@ def test_a_late_method_clips_by_its_own_norm_and_the_newest_known_of_the_others(
     from offbeat.core.clipping import Clipping
 
     clip, seen = Clipping.clip, []
+    measured: dict[int, list[float]] = {1: [], 2: [], 3: []}
 
     def observed(clipping, parameters):
         parameters = list(parameters)
@@ -77,11 +78,15 @@ def test_a_late_method_clips_by_its_own_norm_and_the_newest_known_of_the_others(
         expected = min(1.0, NORM / (float(total) + 1e-6))
         for gradient, parameter in zip(before, parameters, strict=True):
             torch.testing.assert_close(parameter.grad, gradient * expected)
+        measured[clipping.k].append(float(own))
+        for k, (updates, norms) in clipping.known.items():
+            assert norms == [pytest.approx(measured[k][updates - 1])], "that of the update that it is said to be of"
         seen.append((clipping.k, clipping.updates, {k: updates for k, (updates, _) in clipping.known.items()}))
 
     monkeypatch.setattr(Clipping, "clip", observed)
     pipe = pipeline("adl", M=4, clip_norm=NORM, clip_over="model")
     pipe.fit(data(40), drain=False)
+    assert {k: updates for k, updates, _ in seen} == {1: 9, 2: 9, 3: 10}, "of 36, 38 and 40 gradients"
     steady = [(k, updates, known) for k, updates, known in seen if updates > 4]
     for k, updates, known in steady:
         assert set(known) == {1, 2, 3}

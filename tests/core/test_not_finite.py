@@ -257,3 +257,34 @@ def test_what_rolling_back_cannot_mend_ends(tmp_path, capsys):
     with pytest.raises(NotFinite):
         train(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), out=tmp_path / "run")
     assert capsys.readouterr().err.count("resuming from") == MOST_ROLLBACKS
+
+
+def test_a_window_left_out_is_a_version_where_forwards_use_the_one_before():
+    """As one whose update has the learning rate 0: the forwards that follow use the same versions."""
+
+    class Last(nn.Linear):
+        """With gradients that are not finite where its inputs are large."""
+
+        def forward(self, z):
+            found = super().forward(z)
+            return Steep()(found) if bool((z.abs() > 0.999).all()) else found
+
+    def trained(rate_of_third: float, factor: float, **options) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        pipe = offbeat.Pipeline(
+            [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Last(4, 3)],
+            method=offbeat.TwoBW(M=2),
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: rate_of_third if s == 2 else 1.0),
+            **options,
+        )
+        given = torch.Generator().manual_seed(1)
+        for t in range(14):
+            x, y = torch.randn(5, 4, generator=given), torch.randint(3, (5,), generator=given)
+            pipe.step(x * factor if t in (4, 5) else x, y)
+        return dict(pipe.drain().state_dict())
+
+    expected = trained(0.0, 1.0)
+    found = trained(1.0, 1e5, on_nan="skip")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

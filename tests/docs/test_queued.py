@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 ROOT = Path(__file__).parent.parent.parent
 SHORT = "train --model mlp --data digits --epochs 1 --method bp"
@@ -15,7 +15,7 @@ SHORT = "train --model mlp --data digits --epochs 1 --method bp"
 
 def queued(tmp_path: Path, commands: str, *more: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "commands").write_text(commands)
-    command = [sys.executable, "benchmarks/queued.py", tmp_path / "commands", "--out", tmp_path / "out", *more]
+    command = [PYTHON, "benchmarks/queued.py", tmp_path / "commands", "--out", tmp_path / "out", *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -6,13 +6,13 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+from preloaded import PYTHON
 from published import script
 
 from offbeat import models
@@ -35,13 +35,13 @@ def copied(tmp_path):
 
 
 def checked(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, root / "benchmarks/results.py", "--check"]
+    command = [PYTHON, root / "benchmarks/results.py", "--check"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def made(root: Path) -> str:
     """The page of results, made of the records that are there."""
-    subprocess.run([sys.executable, root / "benchmarks/results.py"], check=True, timeout=60)
+    subprocess.run([PYTHON, root / "benchmarks/results.py"], check=True, timeout=60)
     return (root / "docs/results.md").read_text()
 
 

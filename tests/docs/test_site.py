@@ -117,7 +117,7 @@ def test_a_page_of_a_method_that_was_edited_is_missing_or_is_no_methods_is_found
 
 
 def commands_checked(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, root / "benchmarks/command_pages.py", "--check"]
+    command = [PYTHON, root / "benchmarks/command_pages.py", "--check"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -22,6 +22,8 @@ from selected import some
 from torch import nn
 
 import offbeat
+from offbeat.core.replicas import LocalReplicas, LocalWindowSum
+from offbeat.core.window import GradientWindow
 from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError
 
@@ -475,3 +477,32 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_replica(replica):
 def test_diagnosis_of_replicas_is_refused():
     with pytest.raises(UserError, match=r"diagnose\(\) with replicas=2: it compares an update with the batches of one"):
         pipeline(CASES["method-adl"]).diagnose(2)
+
+
+def test_windows_of_one_process_are_added_with_what_replicas_lack_and_request():
+    """Parameter a has a gradient in both replicas, b in one of them, c in none."""
+    stage = LocalReplicas(2)
+    sums = [LocalWindowSum(stage, replica) for replica in (0, 1)]
+
+    def windows() -> list[GradientWindow]:
+        made = [GradientWindow({name: nn.Parameter(torch.zeros(2)) for name in "abc"}) for _ in sums]
+        made[0].add(0, [torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0]), None], 0, [])
+        made[1].add(0, [torch.tensor([10.0, 20.0]), None, None], 0, [])
+        return made
+
+    for requests in ((0, 5), (0, 0), (3, 4)):
+        given = windows()
+        for part, window, request in zip(sums, given, requests, strict=True):
+            assert not sums[0].ready()
+            part.request = request or part.request
+            part.start(window, update=7, over=1, unit=1)
+        for part, window in zip(sums, given, strict=True):
+            assert part.ready()
+            assert part.finish(window) == next(filter(None, requests), 0)
+            found = {name: None if p.grad is None else p.grad.tolist() for name, p in window.parameters.items()}
+            assert found == {"a": [11.0, 22.0], "b": [5.0, 6.0], "c": None}
+            assert window.combined == (2, 0.0)
+    for part, window, update in zip(sums, windows(), (7, 8), strict=True):
+        part.start(window, update=update, over=1, unit=1)
+    with pytest.raises(UserError, match="replica 1 is at update 8 of 1 gradients where replica 0 is at update 7 of 1"):
+        sums[0].finish(windows()[0])

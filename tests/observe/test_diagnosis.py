@@ -328,27 +328,43 @@ def test_batches_count_in_the_change_of_the_loss_as_in_the_mean_of_the_window():
     assert any(abs(line["fresh_change"] / line["predicted_change"] - 1) > 1e-3 for line in found[1])
 
 
-@pytest.mark.parametrize("weights", ["stash", "hybrid"])
-def test_a_state_saved_within_a_window_continues_its_measurement(weights):
-    method = library.ADL(M=4, weights=weights)
-    data = batches(20)
-    whole = diagnosed(pipeline(method), data)
+def resumed(method: library.Method, data: list, at: int) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The lines of a training that stops after some batches, and of another that continues with its state."""
     first, second = pipeline(method), pipeline(method)
     first.diagnose(1)
     first.keep()
-    for x, y in data[:10]:
+    for x, y in data[:at]:
         first.step(x, y)
     saved = first.stage_states()
     before = {report.k: report.diagnosis for report in first.reports()}
     second.diagnose(1)
-    second.load_stage_states(saved, batches=10)
-    for x, y in data[10:]:
+    second.load_stage_states(saved, batches=at)
+    for x, y in data[at:]:
         second.step(x, y)
     second.drain()
-    after = {report.k: report.diagnosis for report in second.reports()}
+    return before, {report.k: report.diagnosis for report in second.reports()}
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid"])
+def test_a_state_saved_within_a_window_continues_its_measurement(weights):
+    method, data = library.ADL(M=4, weights=weights), batches(20)
+    whole = diagnosed(pipeline(method), data)
+    before, after = resumed(method, data, 10)
     for k, lines in whole.items():
         assert after[k] == lines  # with those that the saved state had not reported yet
         assert before[k] == lines[: len(before[k])]
+
+
+def test_a_replay_is_not_measured_where_the_weights_of_a_forward_were_not_saved():
+    """Batches 6 to 9 are in flight in stage 1, and 8 and 9 in stage 2: their windows begin with batches 4 and 8."""
+    method, data = library.ADL(M=4, weights="replay"), batches(20)
+    whole = diagnosed(pipeline(method), data)
+    _, after = resumed(method, data, 10)
+    assert {line["batch"] for lines in whole.values() for line in lines} == {0, 4, 8, 12, 16}
+    unknown = {"predicted_change": None, "fresh_change": None}
+    assert after[1] == [line | (unknown if line["batch"] == 4 else {}) for line in whole[1] if line["batch"] != 8]
+    assert after[2] == [line for line in whole[2] if line["batch"] != 8]
+    assert after[3] == whole[3]
 
 
 # ---- the run folder

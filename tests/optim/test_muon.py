@@ -99,9 +99,18 @@ def test_newton_schulz_makes_singular_values_close_to_one():
 def test_a_batch_of_matrices_is_computed_as_one_by_one(monkeypatch, padding, count):
     """Also of matrices of other shapes, which are padded with zeros."""
     monkeypatch.setitem(MOST_PADDING, "cpu", padding)
-    assert len(batches(SIZES, padding)) == count
+    made = batches(SIZES, padding)
+    assert len(made) == count
     theta, alone, steps = parameters(), parameters(), gradients(3)
-    take(Muon(theta.items(), 0.01), theta, steps)
+    with monkeypatch.context() as recorded:
+        shapes: list[tuple[int, ...]] = []
+        recorded.setattr(
+            "offbeat.optim.muon.newton_schulz",
+            lambda given: (shapes.append(tuple(given.shape)), newton_schulz(given))[1],
+        )
+        take(Muon(theta.items(), 0.01), theta, steps)
+    wide = [[(min(SIZES[index]), max(SIZES[index])) for index in batch] for batch in made]
+    assert shapes == [(len(each), *map(max, zip(*each, strict=True))) for each in wide] * 3, "padded to the largest"
     for name, p in alone.items():
         take(Muon([(name, p)], 0.01), {name: p}, steps)
         torch.testing.assert_close(theta[name], p, **CLOSE)
@@ -189,6 +198,7 @@ def test_the_direction_is_the_change_per_rate_where_it_is_kept():
     for name, p in theta.items():
         lr = 0.01 if name in HIDDEN else 0.02
         torch.testing.assert_close(before[name] - lr * optimizer.direction(p), p, **CLOSE)
+        assert (before[name] - p).abs().min() > 1e-9, name
 
 
 @pytest.mark.parametrize("capturable", [True, False])
@@ -314,8 +324,11 @@ def test_sparse_and_complex_gradients_are_refused_in_one_line(make, shape):
     for dtype, sparse in ((torch.float32, True), (torch.complex64, False)):
         p = nn.Parameter(torch.ones(shape, dtype=dtype))
         p.grad = torch.ones_like(p).to_sparse() if sparse else torch.ones_like(p)
-        with pytest.raises(UserError, match=r"^a gradient is sparse or complex: use .*$"):
-            make([p]).step()
+        dense = nn.Parameter(torch.ones(shape))
+        dense.grad = torch.ones_like(dense)
+        for given in ([p], [dense, p]):
+            with pytest.raises(UserError, match=r"^a gradient is sparse or complex: use .*$"):
+                make(given).step()
 
 
 def transformer(name: str) -> nn.Module:

@@ -64,13 +64,14 @@ def test_matrices_without_gradient_keep_value_and_state():
         torch.testing.assert_close(theta[name].detach(), expected, **NEAR, msg=name)
 
 
-def test_states_that_are_no_longer_stepped_do_not_keep_their_batch():
+@pytest.mark.parametrize("order", [1, -1], ids=["from the first", "from the last"])
+def test_states_that_are_no_longer_stepped_do_not_keep_their_batch(order):
     """One that was left in it kept all of it: layers that are frozen one by one took 4 times the memory."""
     theta = [nn.Parameter(torch.randn(6, 6)) for _ in range(5)]
     optimizer = RotatedAdam(theta, 0.01)
     for p in theta:
         p.grad = torch.randn_like(p)
-    for p in theta:
+    for p in theta[::order]:
         optimizer.step()
         assert held(optimizer) == sum(value.nbytes for state in optimizer.state.values() for value in state.values())
         p.grad = None
@@ -191,6 +192,7 @@ def test_the_bound_of_directions_is_the_largest_that_adam_has(betas, compensatio
     d = sum(weight * g for weight, g in zip(weights, gradients, strict=True))
     v = sum(weight * g * g for weight, g in zip(others, gradients, strict=True))
     assert d / v**0.5 == pytest.approx(largest(a, b, b2), rel=1e-9)
+    assert largest(0.9, 0.5, 0.25) == math.inf, "a sum of equal terms"
 
 
 def drifting(n: int, size: int) -> Iterator[torch.Tensor]:

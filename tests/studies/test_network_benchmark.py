@@ -21,6 +21,7 @@ import network_worker  # noqa: E402
 import results_network  # noqa: E402
 from network import NetworkRecord, cuts_of  # noqa: E402
 from network_prediction import MeasuredCosts, one_f_one_b, predicted  # noqa: E402
+from network_prediction import _costs as stage_costs  # noqa: E402
 from network_relay import PROFILES, Profile, why_not  # noqa: E402
 from network_rows import LISTED, ROWS, TINY  # noqa: E402
 
@@ -206,6 +207,57 @@ def test_torch_waits_for_a_notice_of_every_receive_and_this_package_does_not():
     assert predicted(ROWS["gpipe-4"], idle, line) == pytest.approx(0.02)
     assert predicted(ROWS["torch-gpipe-4"], idle, line) > 4 * predicted(ROWS["gpipe-4"], idle, line)
     assert predicted(ROWS["adl"], idle, line) == pytest.approx(4 * 0.02 / 3)
+
+
+def test_torch_waits_for_a_notice_of_every_receive_in_1f1b_as_in_gpipe():
+    """By hand, 4 micro-batches on two stages. GPipe: each way the receive of the first is posted long before, so that
+    it takes its transfer and one delay; the other three are posted when the one before has arrived, so that each takes
+    a transfer and two delays. 1F1B: a stage also waits until its send is accepted; one direction hides the other."""
+    none = {"stages": {"8": [0.0] * 3, "4": [0.0] * 3}}
+    idle = MeasuredCosts([{**worker, **none} for worker in costs().workers])
+    far = Profile("far", float("inf"), 10e-3)
+    assert predicted(ROWS["torch-gpipe-4"], idle, far) == pytest.approx(14 * 0.01)
+    assert predicted(ROWS["torch-1f1b-4"], idle, far) == pytest.approx(8 * 0.01)
+    assert predicted(ROWS["torch-gpipe-4"], idle, SLOW) == pytest.approx(8 * 0.08 + 14 * 0.01)
+    assert predicted(ROWS["torch-gpipe-4"], costs(), SLOW) == pytest.approx(5 * 0.03 + 8 * 0.08 + 14 * 0.01)
+
+
+def test_data_parallel_rows_send_their_gradients_around_a_ring():
+    """Three workers, two buckets: a ring has 4 turns, in which a worker sends 4/3 of the gradients."""
+    slow = {"whole": {"10": [0.03, 0.07], "2": [0.004, 0.009]}}
+    fast = {"whole": {"10": [0.02, 0.08], "2": [0.003, 0.008]}}
+    mixed = MeasuredCosts([{**costs().workers[0], **one} for one in (slow, fast, fast)])
+    ring = 2 * 4 * 2 * 0.01 + 4 / 3 * 8 * 40_000_000 / 100e6
+    assert predicted(ROWS["ddp"], mixed, SLOW) == pytest.approx(0.03 + 0.02 + ring)
+    accumulated = 4 * 0.004 + 3 * 0.009 + 0.02 + ring
+    assert predicted(ROWS["ddp-accumulate"], mixed, SLOW) == pytest.approx(accumulated)
+    one = 4 * 2 * 0.01 + 4 / 3 * 8 * 40_000_000 / 100e6
+    assert predicted(ROWS["local-sgd"], mixed, SLOW) == pytest.approx(0.03 + 0.08 + one / 50)
+    # on a line that is faster than the backward, half of the gradients are sent when it has ended
+    quick = Profile("quick", 100e9, 0.0)
+    assert predicted(ROWS["ddp"], mixed, quick) == pytest.approx(0.03 + 0.08 + 4 / 3 * 8 * 40_000_000 / 100e9 / 2)
+
+
+def test_costs_of_stages_and_messages_are_those_of_their_own_workers():
+    workers = [
+        {
+            "stages": {"8": [0.1 * k, 0.2 * k, 0.3 * k], "4": [0.06 * k, 0.11 * k, 0.31 * k]},
+            "bytes": {"exact": [1000 * k, 2000 * k], "int8": [300 * k, 600 * k]},
+            "encoding": {"exact": 9.0, "int8": 0.01 * k},
+        }
+        for k in (1, 2, 3)
+    ]
+    line = Profile("line", 1000.0, 0.5)
+    whole = stage_costs(ROWS["adl-int8"], MeasuredCosts(workers), line)  # the slower of two that encode: 0.02
+    assert whole.forward == pytest.approx([0.12, 0.22, 0.32])
+    assert whole.backward == pytest.approx([0.22, 0.42, 0.62])
+    assert (list(whole.update), whole.latency, whole.exclusive) == ([0.3, 0.6, pytest.approx(0.9)], 0.5, True)
+    assert (whole.up, whole.down) == (pytest.approx([2.4, 4.8]), pytest.approx([4.8, 9.6]))  # without the last
+    split = stage_costs(ROWS["gpipe-8"], MeasuredCosts(workers), line)  # 8 micro-batches of half a batch
+    assert split.forward == pytest.approx([0.48, 0.96, 1.44])
+    assert split.backward == pytest.approx([0.88, 1.76, 2.64])
+    assert list(split.update) == pytest.approx([0.31, 0.62, 0.93])
+    assert (split.up, split.down) == (pytest.approx([32.0, 64.0]), pytest.approx([64.0, 128.0]))
 
 
 def test_a_synchronous_1f1b_holds_no_more_than_its_distance_to_the_end():

@@ -69,6 +69,8 @@ def test_a_target_is_reached_where_the_line_between_validations_crosses_it(losse
 
 def test_the_best_loss_of_a_run_is_its_lowest_finite_one():
     assert best(LOSS, [Measurement(0, 0.0, 3.0), Measurement(1, 1.0, 2.0), Measurement(2, 2.0, float("nan"))]) == 2.0
+    assert best(LOSS, [Measurement(0, 0.0, float("nan")), Measurement(1, 1.0, 2.0)]) == 2.0, "nan < 2 and 2 < nan fail"
+    assert best(LOSS, [Measurement(0, 0.0, float("inf"))]) is None
     assert best(LOSS, []) is None
     assert best(Target("error", 5.0), [Measurement(0, 0.0, 3.0, 90.0), Measurement(1, 1.0, 9.0, 40.0)]) == 40.0
 
@@ -289,6 +291,7 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     assert "continuing the record of 1 runs" in done.err
     assert len(calls) == 3
     assert list(runs(record())) == [("bp", 1.0), ("adl", 1.0)]
+    assert record()["settings"]["warmup_samples"] == 32, "one update of 20"
     assert runs(record())["bp", 1.0] == run
     own = record()["settings"]["cuts_by_samples"]["16"]["cuts"]  # of an update of 32 samples in M=2 batches
     assert [row["cuts"] for row in record()["rows"]] == [None, own]
@@ -312,6 +315,57 @@ def test_the_time_of_a_run_is_that_of_its_slowest_worker_without_validations():
     assert until.UntilBench._until(study, SimpleNamespace(ask=ask), curve, "adl") == ("reached", "order")
     assert [(point.samples, point.seconds) for point in curve] == [(0, 0.0), (32, 2.0), (64, 4.0), (80, 5.0)]
     assert reached(LOSS, curve) == (72.0, 4.5)
+
+
+@pytest.mark.parametrize(
+    ("losses", "time_left", "outcome", "samples"),
+    [
+        ([3.0, 2.0, 1.5, 1.25], True, "not reached", [0, 32, 64, 80]),
+        ([3.0, 2.0, 1.0], True, "reached", [0, 32, 64]),
+        ([3.0, float("nan")], True, "diverged", [0]),
+        ([3.0], False, "no time", [0]),
+    ],
+)
+def test_a_run_ends_at_its_target_its_last_sample_or_a_loss_that_is_not_finite(losses, time_left, outcome, samples):
+    left = iter(losses)
+
+    def ask(what: str, count: int | None = None) -> list[dict]:
+        if what == "train":
+            return [{"seconds": 1.0}]
+        return [{"found": {"loss": next(left), "error": None}, "order": "order"}]
+
+    runner = SimpleNamespace(report=lambda line: None, has_time=lambda: time_left)
+    study = SimpleNamespace(
+        request=SimpleNamespace(target=LOSS), setting=SimpleNamespace(batch_size=8), updates=10, every=4, runner=runner
+    )
+    curve: list[Measurement] = []
+    assert until.UntilBench._until(study, SimpleNamespace(ask=ask), curve, "adl") == (outcome, "order")
+    assert [point.samples for point in curve] == samples
+    assert next(left, None) is None
+
+
+def test_all_rows_begin_with_the_same_weights_and_a_twentieth_as_warm_up():
+    """100 updates of 8 samples, of which 802 make an epoch of 100 updates: 5 updates are 0.05 epochs."""
+    given = []
+    study = SimpleNamespace(
+        data=SimpleNamespace(train_samples=802),
+        setting=SimpleNamespace(batch_size=8),
+        updates=100,
+        request=SimpleNamespace(recipe=lambda *each, **more: (each, more), data_dir="folder", validation_samples=7),
+        found={"bp": {"runs": [{"weights": "ours"}, {"rate": 2.0}]}},
+    )
+    trained = TrainedRow(row_of("adl"), "muon", "adl-muon")
+
+    def begun(*weights: str) -> str:
+        workers = SimpleNamespace(ask=lambda what, how: given.append((what, how)) or [{"weights": w} for w in weights])
+        return until.UntilBench._begin(study, workers, trained, 0.25, 4)
+
+    assert begun("ours", "ours") == "ours"
+    recipe = ((8,), {"optimizer": "muon", "lr": 0.25, "warmup": pytest.approx(0.05)})
+    assert given == [("begin", {"recipe": recipe, "folder": "folder", "m": 4, "validation_samples": 7})]
+    for others in (("theirs", "theirs"), ("ours", "theirs")):
+        with pytest.raises(UserError, match="adl-muon does not have the initial weights of the other rows"):
+            begun(*others)
 
 
 def test_a_time_limit_that_ends_before_the_first_run_is_reported(offbeat):  # noqa: F811
