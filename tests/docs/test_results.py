@@ -192,7 +192,7 @@ def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
 def test_pages_are_written_or_compared_after_the_balance_is_computed(copied):
     code = f"import sys; sys.path.insert(0, {str(copied / 'benchmarks')!r}); import results; "
     code += "results.deterministic = lambda: results.json.loads((results.RECORDS / 'balance.json').read_text()); "
-    command = [sys.executable, "-c", code + "results.main()", "--balance", "--check"]
+    command = [PYTHON, "-c", code + "results.main()", "--balance", "--check"]
     assert subprocess.run(command, timeout=60).returncode == 0
 
 
