@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from offbeat import models
@@ -117,24 +118,26 @@ def show_plan(request: PlanRequest) -> None:
     network = build(request)
     known_latency = request.latency is not None or request.measure_links
     of_replica = split_update(samples, 1, request.replicas)
-    found = recommendation(
-        request, network, of_replica, {"latency": link.latency if known_latency else None, **(settings or {})}
-    )
+    with timing(f"updates of {of_replica} samples in micro-batches"):
+        found = recommendation(
+            request, network, of_replica, {"latency": link.latency if known_latency else None, **(settings or {})}
+        )
     if settings is not None:
         method, request = found.method, replace(request, batch_size=of_replica // found.M)
     measured = measure(request, network)
-    plan, costs = make_plan(
-        measured,
-        method,
-        request.K,
-        by=request.by,
-        link=link,
-        speeds=request.speeds,
-        memory_limit=request.memory_limit,
-        pinned=request.pinned,
-        max_staleness=request.max_staleness,
-        replicas=request.replicas,
-    )
+    with timing(f"{request.K} stages and other cuts, mostly for at most a minute"):
+        plan, costs = make_plan(
+            measured,
+            method,
+            request.K,
+            by=request.by,
+            link=link,
+            speeds=request.speeds,
+            memory_limit=request.memory_limit,
+            pinned=request.pinned,
+            max_staleness=request.max_staleness,
+            replicas=request.replicas,
+        )
     if request.picture:
         drawn = recompute_to_fit(
             method,
@@ -174,6 +177,11 @@ def show_plan(request: PlanRequest) -> None:
         console.print(f"- {line}", soft_wrap=True)
     if request.theory:
         console.print(theory_table(plan))
+
+
+def timing(what: str) -> Status:
+    """A line on stderr while this is timed, if that is a terminal."""
+    return Console(stderr=True, highlight=False).status(f"timing {what}")
 
 
 def link_line(request: PlanRequest, link: LinkCost) -> str:
@@ -292,7 +300,8 @@ def measure(request: PlanRequest, network: PlannedNetwork) -> Measured:
     file = request.profile_file
     known = Profile.load(file) if file and file.exists() else None
     sample = network.batch(request.batch_size, request.device)
-    measured = Measured.of(request.model, network.module, sample, request.batch_size, known=known)
+    with timing(f"the units of {request.model}"):
+        measured = Measured.of(request.model, network.module, sample, request.batch_size, known=known)
     if file and known is None:
         measured.profile.save(file)
     return measured

@@ -408,6 +408,16 @@ def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
     assert correctors_shown(said) == RECOMMENDED
 
 
+@pytest.mark.usefixtures("times")
+def test_a_terminal_shows_what_is_being_timed(offbeat, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    outcome = offbeat(*MLP, "--batch-size", 8, "-M", 2)
+    shown = [outcome.err.find(f"timing {what}") for what in ("updates of 16 samples", "the units of", "3 stages")]
+    assert outcome.code == 0
+    assert -1 < shown[0] < shown[1] < shown[2]
+
+
 RECOMMENDED = [
     "- corrector auto of adl-1f1b, M=4, with SGD with momentum: stages 1-2 sc, stage 3 none",
     "- corrector auto of adl-1f1b, M=4, with Adam, AdamW, Muon, RotatedAdam: stages 1-2 lookahead:least=1+sc, stage 3 "
