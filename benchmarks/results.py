@@ -415,10 +415,9 @@ def main() -> None:
         first_page.picture(),
         *(results_reproduction.picture(name, record) for name, record in again.items()),
         *(results_network.picture(name, record) for name, record in records("network").items()),
+        *results_bench.pictures(),
     ]
     publish(wanted, "python benchmarks/results.py", pictures=pictures, options=["--picture", "--balance"])
-    if "--picture" in sys.argv:
-        results_bench.draw()
 
 
 if __name__ == "__main__":

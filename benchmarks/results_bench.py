@@ -7,11 +7,13 @@ beside one (bench-*.svg, scaling-*.svg) is shown, too
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from types import ModuleType
 
-from page import RECORDS, Record, between, point, prose, records, source
+from page import RECORDS, Picture, Record, between, point, prose, records, source
 
 from offbeat.report.formatting import markdown, markdown_rows, ranged, size
 
@@ -22,14 +24,18 @@ def picture(name: str, title: str) -> list[str]:
     return [f"![{title}](results/{drawn.name})", ""] if drawn.exists() else []
 
 
-def draw() -> None:
-    """The pictures that are beside a record, again."""
-    from offbeat.report.draw import draw_bench, draw_scaling
+def pictures() -> Iterator[Picture]:
+    """The pictures that are beside a record."""
+    from offbeat.report.draw import bench_rendered, scaling_rendered
 
-    for kind, draw_one in (("bench", draw_bench), ("scaling", draw_scaling)):
+    for kind, rendered in (("bench", bench_rendered), ("scaling", scaling_rendered)):
         for name, record in records(kind).items():
             if (path := RECORDS / name.replace(".json", ".svg")).exists():
-                draw_one(record, path)
+                yield Picture(path, json.dumps(record, sort_keys=True), partial(_svg, rendered, record))
+
+
+def _svg(rendered: Callable[[Record, str], bytes], record: Record) -> str:
+    return rendered(record, "svg").decode()
 
 
 def rows_section(name: str, record: Record, table: ModuleType, picture_title: str = "") -> list[str]:

@@ -1,7 +1,7 @@
 """Pictures in files, .svg or .png: timelines, staleness, learning curves (also .txt), benchmarks, scaling studies.
 
 A file is written completely or not at all, and the same arguments give the same bytes. Charts need Altair and
-vl-convert, which training does not need: a command that only also draws calls `by_the_way`, and continues without.
+vl-convert, which training does not need: `draw_if_possible` continues without them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_charts(*more: str) -> None:
     require(("altair", "vl_convert", *more), "charts need")
 
 
-def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
+def draw_if_possible(draw: Callable[[Path], None], *paths: Path) -> None:
     """Draw into each of the files, beside other work; where a package is missing, print one line and go on."""
     try:
         for path in paths:
@@ -111,32 +111,32 @@ def curves_rendered(
 
 def draw_bench(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw the speeds in a record of `offbeat bench`."""
+    _draw(path, None, partial(bench_rendered, record))
 
-    def chart(kind: str) -> bytes:
-        from offbeat.report import bench_table, figures
 
-        drawn = figures.speeds(figures.measured(record["rows"]), record["bound"])
-        subtitle = "median of the rounds, whiskers from the slowest to the fastest; lighter: late gradients"
-        return rendered(drawn, kind, title=bench_table.setting(dict(record)), width=860, subtitle=subtitle)
+def bench_rendered(record: Mapping[str, Any], kind: str) -> bytes:
+    """What `draw_bench` draws, as the content of a file of that kind: svg or png."""
+    from offbeat.report import bench_table, figures
 
-    _draw(path, None, chart)
+    drawn = figures.speeds(figures.measured(record["rows"]), record["bound"])
+    subtitle = "median of the rounds, whiskers from the slowest to the fastest; lighter: late gradients"
+    return rendered(drawn, kind, title=bench_table.setting(dict(record)), width=860, subtitle=subtitle)
 
 
 def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw a record of `offbeat bench scaling`."""
+    _draw(path, None, partial(scaling_rendered, record))
 
-    def chart(kind: str) -> bytes:
-        from offbeat.report import figures
 
-        drawn = panels(
-            [*figures.speed_ups(record, width=PANEL).values(), *figures.growth(record, width=PANEL).values()]
-        )
-        simulation = record["simulation"]
-        title = f"{simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}"
-        subtitle = "lines: by the clock from measured units; circles: measured"
-        return rendered(drawn, kind, title=title, width=None, subtitle=subtitle)
+def scaling_rendered(record: Mapping[str, Any], kind: str) -> bytes:
+    """What `draw_scaling` draws, as the content of a file of that kind: svg or png."""
+    from offbeat.report import figures
 
-    _draw(path, None, chart)
+    drawn = panels([*figures.speed_ups(record, width=PANEL).values(), *figures.growth(record, width=PANEL).values()])
+    simulation = record["simulation"]
+    title = f"{simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}"
+    subtitle = "lines: by the clock from measured units; circles: measured"
+    return rendered(drawn, kind, title=title, width=None, subtitle=subtitle)
 
 
 def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.ConcatChart:

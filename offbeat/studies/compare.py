@@ -22,7 +22,7 @@ from offbeat.method import Method
 from offbeat.methods import AUTO, parsed, settings_of, with_settings
 from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
-from offbeat.report.draw import by_the_way
+from offbeat.report.draw import draw_if_possible
 from offbeat.runs import launch, lock, record
 from offbeat.runs.launch import cores
 from offbeat.runs.provenance import provenance
@@ -289,7 +289,7 @@ def written(runner: StudyRunner) -> Comparison:
     runner.write("comparison.json", comparison.as_dict())
     runner.write("comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
-    by_the_way(
+    draw_if_possible(
         lambda path: draw_curves(curves, path, title=comparison.title, task=comparison.learning_task),
         folder / "curves.png",
         folder / "curves.svg",

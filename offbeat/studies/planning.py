@@ -25,7 +25,7 @@ from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
 from offbeat.partitioning.loopback import measure_links
 from offbeat.pipeline.checks import check_replicas
 from offbeat.recommended import NORMALIZED, Recommendation, correctors_by_optimizer, parsed_auto, recommend
-from offbeat.report.draw import by_the_way, check_picture, draw_staleness, draw_timeline
+from offbeat.report.draw import check_picture, draw_if_possible, draw_staleness, draw_timeline
 from offbeat.runs.build import size_of_samples
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import make_recipe, split_update
@@ -148,9 +148,9 @@ def show_plan(request: PlanRequest) -> None:
             speeds=request.speeds,
             pinned=request.pinned,
         )
-        by_the_way(lambda path: draw_timeline(drawn.method, costs, path), request.picture)
+        draw_if_possible(lambda path: draw_timeline(drawn.method, costs, path), request.picture)
     if request.staleness_picture:
-        by_the_way(
+        draw_if_possible(
             lambda path: draw_staleness(lambda M: replace(method.after_warmup, M=M), request.K, path),
             request.staleness_picture,
         )

@@ -26,7 +26,7 @@ from rich.console import Console
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.methods import parsed
 from offbeat.report import draw_curves
-from offbeat.report.draw import by_the_way
+from offbeat.report.draw import draw_if_possible
 from offbeat.report.formatting import aligned, counted
 from offbeat.report.reproduction import Reproduction, grid, is_changed, markdown, read, setting
 from offbeat.runs import launch, lock, record
@@ -399,7 +399,7 @@ def written(runner: StudyRunner, reproduction: Reproduction) -> Reproduction:
     task = reproduction.learning_task
     for name, against in (("curves", None), ("curves-time", times)):
         draw = partial(draw_curves, curves, title=reproduction.title, times=against, task=task)
-        by_the_way(draw, folder / f"{name}.png", folder / f"{name}.svg")
+        draw_if_possible(draw, folder / f"{name}.png", folder / f"{name}.svg")
     return reproduction
 
 

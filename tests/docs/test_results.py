@@ -77,6 +77,14 @@ def test_a_picture_of_other_curves_is_not_current(copied):
     assert "methods-cifar10.svg" in checked(copied).stderr
 
 
+def test_a_picture_of_another_benchmark_is_not_current(copied):
+    def faster(record):
+        record["rows"][0]["samples_per_second"] = [1.0, 1.0]
+
+    changed(copied / "docs/results/bench-16cores-resnet110-k4.json", faster)
+    assert "bench-16cores-resnet110-k4.svg" in checked(copied).stderr
+
+
 def test_a_table_typed_by_hand_is_not_current(copied):
     readme = copied / "README.md"
     table = readme.read_text().split("<!-- results: ")[1]

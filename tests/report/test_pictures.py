@@ -16,7 +16,7 @@ from offbeat.errors import PackageMissing, UserError, print_once
 from offbeat.methods import ADL, BP, DECLARED, DSP
 from offbeat.ops import Backward, Update
 from offbeat.report import draw, draw_curves, draw_staleness, draw_timeline
-from offbeat.report.draw import by_the_way
+from offbeat.report.draw import draw_if_possible
 from offbeat.report.text import timeline_text
 from offbeat.timeline import Costs, balanced, timeline
 
@@ -184,7 +184,7 @@ def test_a_missing_package_is_named_in_one_line_and_text_is_still_drawn(module, 
     with pytest.raises(PackageMissing, match=rf"the package {package}, .* `pip install 'offbeat\[report\]'`$"):
         draw_curves(RUNS, tmp_path / "curves.svg", title="a title")
     for _ in range(2):
-        by_the_way(lambda path: draw_curves(RUNS, path, title="a title"), tmp_path / "a.svg", tmp_path / "a.png")
+        draw_if_possible(lambda path: draw_curves(RUNS, path, title="a title"), tmp_path / "a.svg", tmp_path / "a.png")
     written = capsys.readouterr().err
     assert written.startswith(f"offbeat: no pictures: charts need the package {package}, ")
     assert written.count("\n") == 1

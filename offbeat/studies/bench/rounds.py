@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.report import bench_table
-from offbeat.report.draw import by_the_way, draw_bench
+from offbeat.report.draw import draw_bench, draw_if_possible
 from offbeat.runs.launch import check_cores, joined_group, workers_here
 from offbeat.runs.train import file_name
 from offbeat.studies.bench import machines
@@ -365,7 +365,7 @@ def finish(run: Bench) -> None:
         run.write()
         content, out = run.as_dict(), run.runner.folder
         run.runner.write("table.md", bench_table.page(content))
-        by_the_way(lambda path: draw_bench(content, path), out / "bench.svg", out / "bench.png")
+        draw_if_possible(lambda path: draw_bench(content, path), out / "bench.svg", out / "bench.png")
 
 
 def load_here() -> float:

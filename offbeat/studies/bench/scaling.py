@@ -28,7 +28,7 @@ from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
 from offbeat.partitioning import Profile
-from offbeat.report.draw import by_the_way, draw_scaling
+from offbeat.report.draw import draw_if_possible, draw_scaling
 from offbeat.runs.launch import joined_group
 from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import best_cuts, counted, measured
@@ -140,7 +140,7 @@ class ScalingStudy:
         self.write()
         content, out = self.as_dict(), self.runner.folder
         if self.simulation:
-            by_the_way(lambda path: draw_scaling(content, path), out / "scaling.svg", out / "scaling.png")
+            draw_if_possible(lambda path: draw_scaling(content, path), out / "scaling.svg", out / "scaling.png")
 
 
 # ---- counted
