@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,8 @@ def arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
 
 
 def main() -> None:
+    if find_spec("accelerate") is None:
+        sys.exit("this example needs accelerate: pip install accelerate")
     torch.set_num_threads(1)
     data = pieces()
     cut = len(data) * 9 // 10

@@ -17,15 +17,20 @@ Needs lightning.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
 import offbeat
 from offbeat import data
+
+try:
+    import lightning as L
+except ImportError:
+    sys.exit("this example needs lightning: pip install lightning")
 
 
 class PipelineModule(L.LightningModule):

@@ -107,9 +107,11 @@ def open_text(
     cut = int(len(tokens) * TRAINING)
     training, testing = tokens[:cut], tokens[cut:]
     if _windows(testing, context) < 1 or _windows(training, context) < 1:
+        longest = len(testing) - 2
+        shorter = f", or windows of at most {longest} tokens" if longest > 0 else ""
         raise UserError(
             f"{folder or 'the text'} has {len(tokens)} tokens, too few for windows of {context} in its last tenth: "
-            f"give a longer text, or windows of at most {max(1, len(testing) - 2)} tokens"
+            f"give a longer text{shorter}"
         )
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise UserError(f"samples={samples!r} of text: give the windows of an epoch, a whole number from 1 up")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,15 @@ def test_unusable_text_is_refused_in_one_line(tmp_path, letters):
         with pytest.raises(UserError, match=text) as error:
             open_text(**options)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, 15, 25, 200])
+def test_a_short_text_names_windows_that_fit_if_there_are_any(tmp_path, length):
+    file = tmp_path / "short.txt"
+    file.write_bytes(b"a" * length)
+    with pytest.raises(UserError, match="give a longer text") as error:
+        open_text(folder=file, shape=(length or 1,))
+    named = re.search(r"windows of at most (\d+) tokens", str(error.value))
+    assert bool(named) == (length >= 25)
+    if named:
+        assert open_text(folder=file, shape=(int(named[1]),)).test_samples == 1
