@@ -158,7 +158,7 @@ def resolved(
 ) -> tuple[Recipe, Path]:
     """The recipe and the folder of a run, new or resumed; the same in every process of torchrun."""
     for name, path in (("out", out), ("resume", resume)):
-        if not isinstance(path, str | os.PathLike | None) or "\0" in str(path):
+        if not isinstance(path, str | os.PathLike | None) or "\0" in str(path) or path == "":
             raise UserError(f"{name}={path!r}: give the name of a folder")
     if resume is None:
         if recipe is None or changes:

@@ -96,9 +96,10 @@ def test_changes_of_a_wrong_type_are_refused(change, message, tmp_path):
         offbeat.train(resume=made, **change)
 
 
-def test_a_folder_whose_name_no_disk_takes_is_refused():
+@pytest.mark.parametrize("name", ["a\0b", ""])
+def test_a_folder_whose_name_no_disk_takes_is_refused(name):
     with pytest.raises(UserError, match="give the name of a folder"):
-        offbeat.train(make_recipe(**SMALL), out="a\0b")
+        offbeat.train(make_recipe(**SMALL), out=name)
 
 
 def test_a_finished_run_without_checkpoints_can_be_extended(tmp_path):
