@@ -17,7 +17,7 @@ from staleness_records import IMAGES, ImageExperiment, MeasuredRow, MeasuredTabl
 
 from offbeat.methods import with_settings
 from offbeat.recommended import DELAY, EFFICIENT, LATE, ONE_IN, SYNCHRONOUS, correctors_by_optimizer, recommend
-from offbeat.report.formatting import markdown
+from offbeat.report.formatting import markdown, markdown_rows
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.tables.gpt import RECOMMENDED
 
@@ -27,6 +27,7 @@ REFERENCE = "adamw"  # whose BP the recommended configuration is compared with
 MARGIN = 0.1  # nats above the last loss of that BP: the loss to which time and updates are measured
 
 # Aims: at most that much above BP with the same optimizer, in nats, for rows of that K up to that staleness in updates
+AFTER_START = "after a synchronous start"
 AIM_TABLE = "gpt"  # of which an aim that was not measured is listed, too
 AIM_STAGES = 12
 AIMS = ((1.0, 0.01), (2.75, 0.03), (11.0, 0.15))
@@ -41,7 +42,7 @@ Average = Callable[[Sequence[float]], float]
 class Aim:
     """An aim and its outcome: what was measured, by configuration, and whether each met it.
 
-    wanted   the configurations that the aim is about; one that is measured in several ways has them after its name
+    wanted   the configurations that the aim is about
     means    the same as `measured`, of means instead of medians
     """
 
@@ -56,7 +57,7 @@ class Aim:
     def outcome(self) -> str:
         met = [name for name, value in self.measured.items() if round(value, self.digits) <= self.limit]
         missed = [name for name in self.measured if name not in met]
-        unknown = [name for name in self.wanted if not any(one.split(" `")[0] == name for one in self.measured)]
+        unknown = [name for name in self.wanted if name not in self.measured]
         found = {"**met**": met, "**missed**": missed, "not measured": unknown}
         parts = {word: ", ".join(names) for word, names in found.items() if names}
         return next(iter(parts)) if len(parts) == 1 else "; ".join(f"{word}: {names}" for word, names in parts.items())
@@ -109,28 +110,43 @@ def best_optimizer(table: MeasuredTable) -> str | None:
 # ---- aims
 
 
-def language_aims(table: MeasuredTable) -> list[Aim]:
+def late_aims(table: MeasuredTable) -> list[dict[str, str]]:
+    """The differences to BP of late rows at AIM_STAGES by aim, from the first update and after a synchronous start."""
     found, last = [], 0.0
     late = [row for warmup in (False, True) for row in table.at_best_rates(AIM_STAGES, corrected=True, warmup=warmup)]
-    late = sorted(late, key=lambda row: table.optimizers.index(row.optimizer))
     for limit, margin in AIMS:
-        those = [row for row in late if last < row.staleness <= limit]
-        measured = {
-            f"{title_of(row.optimizer)} `{row.method}` M={row.M}"
-            + " with a synchronous start" * bool(row.warmup): difference
-            for row in those
-            if (difference := table.to_best_bp(row)) is not None
-        }
-        where = f"up to {limit:g}" if not last else f"above {last:g}, up to {limit:g}"
-        text = f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer"
-        found.append(Aim(text, measured, margin, [title_of(optimizer) for optimizer in table.optimizers]))
+        differences: dict[str, dict[str, list[float | None]]] = {optimizer: {} for optimizer in table.optimizers}
+        for row in late:
+            if last < row.staleness <= limit and (difference := table.to_best_bp(row)) is not None:
+                name = f"{title_of(row.optimizer)}, `{row.method}` M={row.M}"
+                differences[row.optimizer].setdefault(name, [None, None])[bool(row.warmup)] = difference
+        where = f"over {last:g}, up to {limit:g}" if last else f"up to {limit:g}"
+        aim = f"{where} update{'s' * (limit > 1)} late: at most +{margin:g}"
         last = limit
+        if not any(differences.values()) and table.slug != AIM_TABLE:
+            continue
+        for optimizer, those in differences.items():
+            for name, pair in (those or {title_of(optimizer): [None, None]}).items():
+                shown = [_marked(value, margin) for value in pair] if those else ["not measured", "not measured"]
+                found.append({"aim": aim, "row": name, "from the first update": shown[0], AFTER_START: shown[1]})
+    return found
+
+
+def _marked(value: float | None, limit: float) -> str:
+    """Bold where it is within the limit."""
+    if value is None:
+        return ""
+    return f"**{value:+.3f}**" if round(value, 3) <= limit else f"{value:+.3f}"
+
+
+def choice_aim(table: MeasuredTable) -> Aim:
+    """That the recommended configuration is as good as BP with the usual optimizer."""
     chosen = best_optimizer(table)
     differences = above_reference(table).get(chosen or "", {})
     name = f", with {title_of(chosen)}" if chosen else ""
     text = f"recommended configuration{name}: no worse than BP with {title_of(REFERENCE)} at any K"
     measured = {f"K={K}": value for K, value in differences.items()}
-    return [*found, Aim(text, measured, 0.0, [f"K={K}" for K in CHOICE_STAGES])]
+    return Aim(text, measured, 0.0, [f"K={K}" for K in CHOICE_STAGES])
 
 
 def image_differences(table: MeasuredTable, K: int, average: Average = median) -> dict[str, float]:
@@ -164,8 +180,10 @@ def aims_section(tables: list[MeasuredTable], images: ImageTables) -> list[str]:
     lines = ["## Aims, met and missed", ""]
     head = ["aim", "measured, difference to BP", "outcome"]
     for table in tables:
-        found = [aim.cells for aim in language_aims(table) if aim.measured or table.slug == AIM_TABLE]
-        lines += [f"{table.title}:", "", markdown(head, found), ""] if found else []
+        late, choice = late_aims(table), choice_aim(table)
+        what = f"{table.title}: nats above BP with the same optimizer, K={AIM_STAGES}; bold where the aim is met."
+        lines += [prose(what), "", markdown_rows(late), ""] if late else []
+        lines += [markdown(head, [choice.cells]), ""] if choice.measured or table.slug == AIM_TABLE else []
     lines += [] if tables else ["There is no record of a language model yet.", ""]
     found = [aim.cells for experiment, table in images.items() for aim in image_aims(experiment, table)]
     lines += [markdown(head, found), ""]
@@ -412,7 +430,7 @@ def choice_section(tables: list[MeasuredTable]) -> list[str]:
         markdown(["staleness of stage 1", *optimizers], rows),
         "",
         prose(
-            f"Where M cannot be large, so that stage 1 is more than {LATE:g} update late, the first {SYNCHRONOUS}",
+            f"Where M cannot be large, so that stage 1 is more than {LATE:g} updates late, the first {SYNCHRONOUS}",
             f"updates are synchronous (`--staleness-warmup {SYNCHRONOUS}`; `auto:staleness_warmup=0` leaves them out);",
             f"`offbeat train` limits them to {100 // ONE_IN} % of the run, and `Pipeline.fit` warns if they are more",
             "than half of it.",
