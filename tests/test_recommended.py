@@ -93,8 +93,8 @@ def test_m_is_limited_by_the_measured_time_per_sample():
     )
 
 
-def test_training_begins_synchronously_where_stage_1_is_more_than_one_update_late():
-    for K, M, updates in ((3, 2, 0), (3, 1, 150), (5, 4, 0), (6, 4, 150)):
+def test_training_begins_synchronously_if_stage_1_is_over_half_an_update_late():
+    for K, M, updates in ((3, 4, 0), (3, 2, 150), (3, 1, 150), (5, 8, 0), (6, 8, 150)):
         found = recommend(K, batch=64, settings={"M": M}, seconds=refuse).method
         phases = ((offbeat.BP(M=M, pipelined=True), updates),) if updates else ()
         assert found == replace(named("adl-1f1b", M=M, corrector="auto"), staleness_warmup=phases), (K, M)
@@ -114,7 +114,7 @@ def test_the_synchronous_start_is_at_most_a_tenth_of_a_run_whose_length_is_known
 
 
 def test_the_length_of_a_run_is_not_asked_for_without_a_reason():
-    for given in ({"M": 16}, {"M": 1, "staleness_warmup": 7}, {"M": 1, "staleness_warmup": 0}):
+    for given in ({"M": 32}, {"M": 1, "staleness_warmup": 7}, {"M": 1, "staleness_warmup": 0}):
         found = recommend(12, batch=64, settings=given, seconds=refuse, updates=lambda: refuse(0))
         assert sum(number for _, number in found.method.staleness_warmup) == given.get("staleness_warmup", 0)
         assert "at most" not in found.as_text()
@@ -144,8 +144,8 @@ def test_the_lag_of_adl_is_chosen_where_a_message_takes_longer_than_a_stage():
 
 
 def test_given_settings_are_kept_and_nothing_is_measured_for_a_given_m():
-    found = recommend(4, batch=64, settings={"M": 4, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
-    assert found.method == named("adl-1f1b", M=4, corrector="sc", weights="hybrid")
+    found = recommend(4, batch=64, settings={"M": 8, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
+    assert found.method == named("adl-1f1b", M=8, corrector="sc", weights="hybrid")
     without = recommend(4, batch=None, settings={}, seconds=refuse).method
     assert without == named("adl-1f1b", M=1, corrector="auto", staleness_warmup=150)
     warmed = recommend(4, batch=64, settings={"M": 2, "staleness_warmup": 5}, seconds=refuse).method

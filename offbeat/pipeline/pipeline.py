@@ -61,7 +61,7 @@ class Pipeline(PipelineView):
                 optional: that many updates of back-propagation before the method, whose M batches fill and drain the
                 pipeline, or a list of (method, updates); the pipeline is drained in between, and optimizer and
                 scheduler, which are made again, continue; options that depend on `stage.delay` are the new ones.
-                Method "auto": 150 if stage 1 is more than one update late; `fit` warns if these are most of its updates
+                Method "auto": 150 if stage 1 is more than half an update late; `fit` warns if most updates are these
     loss        loss(output, target) -> the mean over the batch; None: the loss that the model computes itself
                 (`output.loss`, output["loss"] or the first of a tuple), as models of Hugging Face do with labels
     optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them;

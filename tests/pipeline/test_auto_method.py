@@ -180,7 +180,7 @@ def test_fit_does_not_warn_of_a_given_start_that_ends_or_without_a_known_length(
         warnings.simplefilter("error", offbeat.ScheduleLength)
         pipeline(method="auto", M=1, staleness_warmup=3).fit(data)
         pipeline(method=offbeat.ADL(M=1), staleness_warmup=3).fit(data)
-        pipeline(method="auto", M=2, batch=2).fit(data)  # one update late
+        pipeline(method="auto", K=2, M=2, batch=2).fit(data)  # half an update late
         pipeline(method="auto", M=1).fit(lambda epoch: data)
         pipeline(method="auto", M=1).fit(torch.utils.data.DataLoader(Stream(), batch_size=2))
 
