@@ -383,6 +383,11 @@ def short_row(compared: Records) -> list[Cells]:
     ]
 
 
+def _memory(row: Record) -> float:
+    """Bytes of the worker that needs most."""
+    return float(row["memory_per_worker"])
+
+
 def notes(benches: Records, reproductions: Records) -> list[str]:
     """What stands against these figures."""
     runs, lines = cpu_runs(benches), []
@@ -403,11 +408,19 @@ def notes(benches: Records, reproductions: Records) -> list[str]:
             )
         )
     if runs:
-        held = [between([rows[name]["memory_per_worker"] for _, rows in runs], size) for name in ("adl", "best")]
+        held = [between([_memory(rows[name]) for _, rows in runs], size) for name in ("adl", "best")]
+        parts = []
+        for row, title in (("adl-micro", "needs"), ("adl-recompute", "and with recompute")):
+            if those := [rows for _, rows in runs if row in rows]:
+                memory = [_memory(rows[row]) / _memory(rows["best"]) for rows in those]
+                speed = [bench_table.times_faster(rows[row], rows["best"]) for rows in those]
+                shown = [between(ratios, "{:.2f}".format) for ratios in (memory, speed)]
+                parts.append(f"{title} {shown[0]} times its memory at {shown[1]} times its speed")
         lines.append(
             point(
                 f"In these runs, the worker that needs most memory holds {held[0]} with ADL, and {held[1]} with the "
-                "best synchronous pipeline."
+                "best synchronous pipeline.",
+                *([f"With as many samples per update as that, ADL {', '.join(parts)}."] if parts else []),
             )
         )
     return lines
