@@ -101,7 +101,7 @@ def engine_section(found: Records) -> list[str]:
         "",
         prose(
             "Ratios within one run: median (least-most) over the rounds; a row of one round has one value, no spread.",
-            "The slowest stage alone is measured with all stages computing at the same time on canned messages; `the",
+            "The slowest stage alone is measured with all stages computing at the same time on fixed messages; `the",
             "cut allows` is the speed-up that this bound would give. A planned cut is that of `offbeat plan` (measured",
             "time, also inside blocks), whose prediction is compared with what was measured. Every record is a row:",
             "those of one setting are separate runs, between which the planner changed, on a machine that others used,",

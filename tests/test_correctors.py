@@ -71,6 +71,16 @@ def test_correctors_in_a_recipe_are_text_and_must_be_in_the_list():
         offbeat.make_recipe(method="adl", K=2, corrector=Smaller())
 
 
+def test_a_corrector_with_the_name_of_another_is_not_written_as_that_one():
+    """The run had the corrector of the list."""
+
+    class Other(offbeat.SpikeCompensation):
+        pass
+
+    with pytest.raises(offbeat.UserError, match="corrector Other has no name that a recipe can be read from"):
+        offbeat.make_recipe(method="adl", K=2, corrector=Other())
+
+
 LATE = ("lwp", "sc", "dc", "t1", "lookahead")  # do nothing without a delay
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat.core.descriptions import shapes
@@ -32,9 +33,13 @@ def pair(batch: Any, t: int) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def check_pair(x: Any, y: Any) -> None:
-    """Refuse what a loader gives as a whole: without y, a list of two is no input but a batch."""
-    if y is None and isinstance(x, tuple | list) and len(x) == 2:
+def check_pair(model: nn.Module, x: Any, y: Any) -> None:
+    """Refuse what a loader gives as a whole: without y, a list of two is no input but a batch, unless the model needs
+    two inputs."""
+    if y is not None or not isinstance(x, tuple | list) or len(x) != 2:
+        return
+    named = inspect.signature(model.forward).parameters.values()
+    if sum(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in named) < 2:
         raise UserError(
             f"x is {kind_of(x)} with two entries, and there is no y: give both, as in step(x, y) or step(*batch)"
         )

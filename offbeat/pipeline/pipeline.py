@@ -226,7 +226,7 @@ class Pipeline(PipelineView):
         (torch.Size([]), 1)
         """
         if self._local.loss is not batches.own_loss and len(self.engine.replicas_here) == 1:
-            batches.check_pair(x, y)
+            batches.check_pair(self._local.model, x, y)
         known = []
         given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
         for parts in zip(*(self._local.micro_batches(*one) for one in given), strict=True):

@@ -392,7 +392,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Corrector):
         return _plain([value])
     if isinstance(value, list | tuple) and value and all(isinstance(one, Corrector) for one in value):
-        if own := [type(one).__name__ for one in value if one.name not in CORRECTORS]:
+        if own := [type(one).__name__ for one in value if CORRECTORS.get(one.name) is not type(one)]:
             raise UserError(
                 f"corrector {own[0]} has no name that a recipe can be read from: give it to offbeat.Pipeline, or add "
                 "it to CORRECTORS in offbeat/correctors/registry.py"

@@ -125,7 +125,7 @@ def show_plan(request: PlanRequest) -> None:
     if settings is not None:
         method, request = found.method, replace(request, batch_size=of_replica // found.M)
     measured = measure(request, network)
-    with timing(f"{request.K} stages and other cuts, mostly for at most a minute"):
+    with timing(f"{request.K} stages and other cuts, usually for less than a minute"):
         plan, costs = make_plan(
             measured,
             method,

@@ -232,6 +232,25 @@ def test_a_step_without_a_tensor_or_with_a_whole_batch_as_x_is_refused(given, me
     assert message in str(error.value)
 
 
+class Difference(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, a, b):
+        return self.head(self.body(a) - self.body(b))
+
+
+def test_a_model_of_two_inputs_needs_no_target():
+    """They were taken for a whole batch."""
+    pipe = offbeat.Pipeline(
+        Difference(), K=2, optimizer=torch.optim.SGD, loss=lambda output, target: output.square().mean()
+    )
+    assert pipe.step((torch.ones(4, 3), torch.zeros(4, 3))) > 0
+
+
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Flatten(), nn.Tanh()), network().requires_grad_(False)])
 def test_a_model_of_which_nothing_is_trained_is_refused_when_it_is_trained(model, K):

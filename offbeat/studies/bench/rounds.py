@@ -48,7 +48,7 @@ MEMORY = {
     "cuda": "peak of torch's allocator on the GPU, of all stages together",
 }
 BOUND = (
-    "the slowest stage of ADL, all stages computing at the same time on canned messages, nothing sent; of rows with "
+    "the slowest stage of ADL, all stages computing at the same time on fixed messages, nothing sent; of rows with "
     "other cuts, that of ADL with micro-batches on the same cuts, where it was timed"
 )
 TIMES = ("samples_per_second", "seconds_per_batch", "processor_seconds")  # one of each per round

@@ -5,7 +5,7 @@
     {"sent": null}                  -> {"bytes": ..} that it sends for a batch
     {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} per batch: of the clock, and of the processor
     {"bound": [warm_up, batches]}   the same of its stage alone, on fixed messages
-    {"release": null}                  give its memory back; it is built again when it is next timed
+    {"release": null}               give its memory back; it is built again when it is next timed
     {"look": null}                  -> {"memory": .., "staleness": [..]}
     {"begin": {...}}                make the row anew and train it on data (row_training.py) -> {"weights": hash}
     {"train": updates}              -> {"seconds": ..} of these updates
