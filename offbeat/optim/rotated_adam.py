@@ -19,7 +19,9 @@ from offbeat.tf32 import tf32_products
 
 PRECISIONS = (torch.float32, torch.float64)
 LARGEST_ANGLE = 0.5  # bound of |S|: the next step halves what is left of an error of orthogonality, or does better
-NONE = 1e-12  # of the largest eigenvalue of G G': those below it are of no gradient, or of its rounding in float32
+NO_GRADIENT = (
+    1e-12  # of the largest eigenvalue of G G': those below it are of no gradient, or of its rounding in float32
+)
 ROUNDING = 1e-5  # of the largest entry: below it, what float32 has rounded in the products of a first gradient
 FLOOR = 1e-5  # of the largest eigenvalue: below it, float32 has nothing but rounding to rotate by
 
@@ -279,7 +281,7 @@ def first_basis(g: Tensor, transposed: Tensor) -> Tensor:
     squares = torch.bmm(g.double(), transposed.double()).nan_to_num_(0.0, 0.0, 0.0)
     values, vectors = torch.linalg.eigh(squares)
     count = torch.arange(1, g.shape[1] + 1, dtype=torch.float64, device=g.device)
-    none = (values <= NONE * values[:, -1:]).double()
+    none = (values <= NO_GRADIENT * values[:, -1:]).double()
     projection = torch.bmm(vectors * none[:, None], vectors.mT)
     ordered = torch.bmm(projection * count, projection)
     above = (1 - none) * (len(count) + count)  # in the order in which they are

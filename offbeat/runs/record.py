@@ -67,7 +67,7 @@ class RunFolder:
                 open_file.truncate(text.rfind(b"\n") + 1)
         for note in notes:
             self.line("note", text=note)
-        if text or batch:
+        if text or batch or RunState.of(self.path).recipes:
             self.line("resumed", batch=batch, exact=exact)
 
     def text(self, values: dict[str, Any]) -> list[str]:

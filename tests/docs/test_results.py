@@ -85,6 +85,21 @@ def test_a_picture_of_another_benchmark_is_not_current(copied):
     assert "bench-16cores-resnet110-k4.svg" in checked(copied).stderr
 
 
+def test_the_readme_has_the_memory_of_adl_at_equal_samples_per_update():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    shown = re.search(r"ADL needs ([\d.]+) to ([\d.]+) times its memory at ([\d.]+) to ([\d.]+) times its speed", text)
+    memory, speed = [], []
+    for path in (ROOT / "docs/results").glob("bench-*-micro*.json"):
+        rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        speeds = {name: median(row["samples_per_second"]) for name, row in rows.items() if row["samples_per_second"]}
+        best = max((name for name in speeds if name.startswith("torch-")), key=speeds.__getitem__)
+        memory.append(rows["adl-micro"]["memory_per_worker"] / rows[best]["memory_per_worker"])
+        speed.append(speeds["adl-micro"] / speeds[best])
+    assert [float(one) for one in shown.groups()] == pytest.approx(
+        [min(memory), max(memory), min(speed), max(speed)], abs=0.02
+    )
+
+
 def test_a_table_typed_by_hand_is_not_current(copied):
     readme = copied / "README.md"
     table = readme.read_text().split("<!-- results: ")[1]

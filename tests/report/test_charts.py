@@ -97,6 +97,12 @@ def test_few_whole_numbers_are_each_on_the_axis():
     assert next(e["x"]["axis"]["values"] for e in encodings(chart) if "axis" in e["x"]) == [1, 2, 3]
 
 
+def test_an_axis_can_have_a_tick_at_every_value():
+    line = Line("a", [(1, 0.5), (28, 0.25), (8, 0.125)])
+    chart = lines([line], x=Axis("x", doubling=True, each=True), y=Axis("y"))
+    assert next(e["x"]["axis"]["values"] for e in encodings(chart) if "axis" in e["x"]) == [1, 8, 28]
+
+
 # ---- bars and shares
 
 

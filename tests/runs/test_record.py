@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sync_calls import Recorded
 
 from offbeat.errors import UserError
-from offbeat.runs.record import Diagnoses, RunFolder, lines
+from offbeat.runs.record import Diagnoses, RunFolder, RunState, lines
 
 
 @pytest.fixture
@@ -32,6 +32,18 @@ def umask(mask: int) -> Iterator[None]:
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
+
+
+def test_a_run_without_records_that_is_resumed_with_another_recipe_is_recorded(run):
+    """A later error put the old recipe back, although the run had been trained with the new one."""
+    run.resumed(0, [], exact=True)
+    assert lines(run.path) == []
+    (run.path / "config-1.json").write_text("{}")
+    before = RunState(recipes=0, resumed=0)
+    run.resumed(0, [], exact=True)
+    before.put_back(run.path)
+    assert [line["kind"] for line in lines(run.path)] == ["resumed"]
+    assert (run.path / "config-1.json").exists()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
