@@ -65,6 +65,13 @@ def fastest(record: Record, network: str, profile: str, rows: Iterable[NetworkRo
     return min(medians, key=medians.__getitem__) if medians else None
 
 
+def fastest_of_all(record: Record, network: str, profile: str) -> str | None:
+    """The fastest row of those that are compared; None on a line where a whole kind of them was not measured."""
+    rows = [row for row in rows_of(record) if kind_of(row)]
+    measured = {kind_of(row) for row in rows if by_round(record, network, profile, row.name)}
+    return fastest(record, network, profile, rows) if measured == set(map(kind_of, rows)) else None
+
+
 def ratio(record: Record, network: str, profile: str, above: str | None, below: str) -> str:
     """Median (least-most) of the times of one row over those of another in the same round."""
     if above is None:
@@ -139,17 +146,17 @@ def ratios_table(record: Record, network: str) -> list[str]:
         "local SGD / ADL": [row for row in rows if row.kind == "local-sgd"],
         "ADL / ADL with bf16 messages": [row for row in rows if row.name == "adl-bf16"],
         "ADL / ADL with int8 messages": [row for row in rows if row.name == "adl-int8"],
-        FASTEST: [row for row in rows if kind_of(row)],
     }
 
     def cell(title: str, profile: Profile) -> str:
-        best = fastest(record, network, profile.name, others[title])
-        if title == FASTEST or best is None:
+        if title == FASTEST:
+            best = fastest_of_all(record, network, profile.name)
             return next((row.title for row in rows if row.name == best), "")
+        best = fastest(record, network, profile.name, others[title])
         above, below = ("adl", best) if title.startswith("ADL") else (best, "adl")
         return ratio(record, network, profile.name, above, below)
 
-    return by_profile(record, "times of an update", {title: title for title in others}, cell)
+    return by_profile(record, "times of an update", {title: title for title in (*others, FASTEST)}, cell)
 
 
 def bytes_table(record: Record, network: str) -> list[str]:
@@ -248,7 +255,7 @@ def measured_points(record: Record, network: str) -> list[dict[str, Any]]:
     """The fastest row of every line."""
     rows, found = rows_of(record), []
     for profile in profiles_of(record):
-        best = fastest(record, network, profile.name, [row for row in rows if kind_of(row)])
+        best = fastest_of_all(record, network, profile.name)
         if best and profile.name != LOOPBACK:
             row = next(row for row in rows if row.name == best)
             found.append({"rate": profile.rate / 1e6, "delay": 1e3 * profile.delay, "kind": kind_of(row), "row": best})

@@ -103,10 +103,11 @@ def by_staleness(table: MeasuredTable) -> Picture:
     kinds = {
         "without a corrector": {"corrected": False},
         "with the recommended corrector": {"corrected": True},
-        "with it and a synchronous start": {"corrected": True, "warmup": True},
+        "with the recommended corrector and a synchronous start": {"corrected": True, "warmup": True},
     }
     made = []
-    places = [0.0, *(row.staleness for K in table.stages for row in table.late(K))]  # one range in all panels
+    late = [row for K in table.stages for kind in kinds.values() for row in table.late(K, **kind)]
+    places = [0.0, *(row.staleness for row in late)]  # one range in all panels
     for K in table.stages:
         for name, kind in kinds.items():
             if not table.late(K, **kind):
@@ -143,11 +144,10 @@ def by_stages(table: MeasuredTable) -> Picture:
 
 
 def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Picture:
-    """Loss of the recommended method with its corrector against M, a panel for each K, with BP of one optimizer."""
+    """Loss of what is recommended against M, a panel for each K, with BP of one optimizer."""
     made = []
     for K in table.stages:
-        rows = [row for row in table.at_best_rates(K, corrected=True) if row.method == method]
-        rows.sort(key=lambda row: row.M)
+        rows = table.recommended(K, method)
         curves = []
         bp = table.best_bp(K, reference_optimizer)
         if bp is not None and rows:
@@ -157,5 +157,5 @@ def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Pi
             mine = [(row.M, row) for row in rows if row.optimizer == optimizer]
             curves += [curve(OPTIMIZERS[optimizer].title, mine, colour)] if mine else []
         made += [Panel(f"K={K}", curves)] if rows else []
-    title = f"{table.title}: {method} with the recommended corrector, by M"
+    title = f"{table.title}: {method} with the recommended corrector and start, by M"
     return drawn(f"staleness-choice-{table.slug}.svg", title, "M, micro-batches per update", LOSS, False, made)

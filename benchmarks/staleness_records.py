@@ -10,6 +10,7 @@ from statistics import median
 from page import Record, Records
 from results_reproduction import EPOCHS, task_of
 
+from offbeat.recommended import LATE
 from offbeat.report.formatting import ranged
 from offbeat.runs.tables import TABLES
 from offbeat.runs.tables.gpt import CORRECTORS, RECOMMENDED
@@ -20,7 +21,8 @@ from offbeat.runs.task import LANGUAGE
 class FinishedRun:
     """One run that has ended.
 
-    value      loss of a language model at the last epoch, error % of a classifier
+    value      lowest loss of a language model after an epoch, as with early stopping; last error % of a classifier
+    last       loss or error % after the last epoch
     losses     after each epoch; empty in records of earlier versions
     updates, seconds   from the start until then
     staleness  mean of stage 1 in updates
@@ -28,19 +30,16 @@ class FinishedRun:
 
     seed: int
     value: float
+    last: float
     losses: tuple[float, ...]
     updates: tuple[int, ...]
     seconds: tuple[float, ...]
     staleness: float
 
-    @property
-    def best(self) -> float:
-        return min(*self.losses, self.value) if self.losses else self.value
-
     def reached(self, loss: float) -> tuple[float, float] | None:
         """Updates and seconds until the loss, linear between the ends of epochs; None if it is not reached.
 
-        >>> run = FinishedRun(0, 1.0, (3.0, 2.0, 1.0), (100, 200, 300), (5.0, 10.0, 15.0), 0.0)
+        >>> run = FinishedRun(0, 1.0, 1.0, (3.0, 2.0, 1.0), (100, 200, 300), (5.0, 10.0, 15.0), 0.0)
         >>> run.reached(1.5), run.reached(3.5), run.reached(0.5)
         ((250.0, 12.5), (100.0, 5.0), None)
         """
@@ -100,7 +99,7 @@ class MeasuredRow:
         weights and see the same batches; the difference of the medians where there is no such seed.
 
         >>> def row(*values): return MeasuredRow("r", "", "sgd", "bp", 1, 1, None, 8, None, tuple(
-        ...     FinishedRun(seed, value, (), (), (), 0.0) for seed, value in values))
+        ...     FinishedRun(seed, value, value, (), (), (), 0.0) for seed, value in values))
         >>> row((0, 1.5), (1, 2.5)).above(row((0, 1.0), (1, 2.25), (2, 9.0))), row((3, 1.5)).above(row((0, 1.0)))
         (0.375, 0.5)
         """
@@ -159,6 +158,16 @@ class MeasuredTable:
             found[key] = min(row, found.get(key, row), key=lambda one: one.value)
         return list(found.values())
 
+    def recommended(self, K: int, method: str) -> list[MeasuredRow]:
+        """The rows of the method with the recommended corrector, by M, after a synchronous start where `auto` has one
+        and it was measured."""
+        found: dict[tuple[str, int], MeasuredRow] = {}
+        for warmup in (False, True):
+            for row in self.at_best_rates(K, corrected=True, warmup=warmup):
+                if row.method == method and (not warmup or row.staleness > LATE):
+                    found[row.optimizer, row.M] = row
+        return sorted(found.values(), key=lambda row: row.M)
+
     def without_warmup(self, row: MeasuredRow) -> MeasuredRow | None:
         """The row that differs from this one, which has a synchronous start, in that alone."""
         same = (row.optimizer, row.method, row.M, row.corrector, row.baseline)
@@ -213,7 +222,8 @@ def _rows(record: Record) -> Iterator[MeasuredRow]:
             runs=tuple(
                 FinishedRun(
                     seed=run["seed"],
-                    value=run["loss"] if language else run["error"],
+                    value=min(run["loss"], *run.get("losses", ())) if language else run["error"],
+                    last=run["loss" if language else "error"],
                     losses=tuple(run.get("losses", ())),
                     updates=tuple(settings[run["seed"]].get("updates", ())),
                     seconds=tuple(run["times"]) if "updates" in settings[run["seed"]] else (),
@@ -247,13 +257,14 @@ def language_tables(records: Records) -> list[MeasuredTable]:
             key = [record.get("text"), settings["epochs"], settings.get("batch_per_update")]
             groups.setdefault(json.dumps([record["table"], *key]), {})[name] = record
     found: list[MeasuredTable] = []
-    for group in groups.values():
-        first, rows = next(iter(group.values())), _joined(list(group.values()))
-        alike = len({record["title"] for record in group.values()}) == 1
-        title = first["title"] if alike else f"{TABLES[first['table']].title}, {updates_of(rows)}"
-        slug = first["table"].removesuffix("-staleness")
-        slug += f"-{len(found) + 1}" * any(table.slug == slug for table in found)
-        found += [MeasuredTable(slug, title, tuple(group), rows)] if rows else []
+    for table in TABLES:
+        those = [group for group in groups.values() if next(iter(group.values()))["table"] == table]
+        for number, group in enumerate(those, start=1):
+            first, rows = next(iter(group.values())), _joined(list(group.values()))
+            alike = len({record["title"] for record in group.values()}) == 1
+            title = first["title"] if alike else f"{TABLES[table].title}, {updates_of(rows)}"
+            slug = table.removesuffix("-staleness") + f"-{number}" * (number > 1)
+            found += [MeasuredTable(slug, title, tuple(group), rows)] if rows else []
     return found
 
 

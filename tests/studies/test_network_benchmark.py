@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,6 +155,26 @@ def test_networks_are_cut_by_time_between_blocks_and_as_in_a_record_before(tmp_p
     record.found["costs"]["tiny-2"] = {"cuts": [1], "workers": []}
     assert cuts_of(TINY, 2, record) == [1]
     assert len(given) == 1
+
+
+def test_no_row_is_the_fastest_on_a_line_where_a_kind_of_rows_is_missing():
+    rows = [asdict(ROWS[name]) for name in ("ddp", "gpipe-4", "adl-1f1b", "adl", "adl-int8")]
+    lines = [asdict(line) for line in PROFILES if line.name in ("1gbit-1ms", "100mbit-10ms")]
+
+    def measured(line: str, **seconds: float) -> list[dict]:
+        return [
+            {"network": "gpt", "row": row.replace("_", "-"), "profile": line, "round": 1, "seconds": taken}
+            for row, taken in seconds.items()
+        ]
+
+    everywhere = measured("100mbit-10ms", ddp=4.0, gpipe_4=3.0, adl_1f1b=2.0, adl=1.0)
+    settings = {"rows": rows, "profiles": lines, "networks": [{"name": "gpt"}]}
+    record = {"settings": settings, "measurements": [*everywhere, *measured("1gbit-1ms", ddp=1.0, gpipe_4=2.0)]}
+    assert [point["row"] for point in results_network.measured_points(record, "gpt")] == ["adl"]
+    assert results_network.fastest_of_all(record, "gpt", "1gbit-1ms") is None
+    table = results_network.ratios_table(record, "gpt")[0]
+    (fastest,) = (line for line in table.splitlines() if line.startswith("| fastest |"))
+    assert sorted(cell.strip() for cell in fastest.strip("|").split("|")) == ["", "Offbeat ADL", "fastest"]
 
 
 def test_local_sgd_applies_the_mean_change_since_the_last_outer_step(monkeypatch):
