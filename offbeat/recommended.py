@@ -24,12 +24,12 @@ from offbeat.methods import AUTO, LATENCY, parsed, settings_of, with_settings
 EFFICIENT = 1.15  # times the shortest time per sample
 DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
 LATE = 0.5  # updates: if the gradients of stage 1 are later than this, training begins with synchronous updates
-# Of 400 updates of a small GPT with AdamW in 12 stages, where they reduced the difference to back-propagation from 0.07
-# to 0.00 nats at a delay of 0.69 updates (docs/results/reproduction-small-gpt-shakespeare-starts.json). Of 1,500 of a
-# GPT with Muon in 12 stages, where they reduced it from 0.081 to 0.019 nats at a delay of 2.75 updates, and from 0.255
-# to 0.119 at 11 (reproduction-gpt-double-rate.json and reproduction-gpt-stages.json).
-SYNCHRONOUS = 150
-ONE_IN = 10  # updates of a run, one is synchronous at most, as in those of 1,500 updates
+# A tenth of the updates of a GPT in 12 stages, 150 of 1,500, reduced its difference to back-propagation with Muon from
+# 0.081 to 0.019 nats at a delay of 2.75 updates and from 0.255 to 0.112 at 11, and with AdamW from 0.029 to 0.009 at
+# 0.69 (docs/staleness.md). A tenth of those of ResNet-18 on Imagenette in 8 stages, 300 of 2,960, left a difference of
+# 0.33 points, and 150 one of 0.65 (reproduction-imagenette-40-epochs-starts.json). More were not tried.
+SYNCHRONOUS = 300
+ONE_IN = 10  # updates of a run, one is synchronous at most
 NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
 
 Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples

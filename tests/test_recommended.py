@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ import offbeat
 from offbeat.correctors.optimizer_rules import RULES, AdamRule
 from offbeat.methods import named, with_settings
 from offbeat.recommended import (
+    ONE_IN,
+    SYNCHRONOUS,
     candidates,
     correctors_by_optimizer,
     measured_times,
@@ -88,13 +91,13 @@ def test_m_is_limited_by_the_measured_time_per_sample():
     assert found.measured[1].seconds == pytest.approx(1.125e-3)
     assert (
         found.as_text()
-        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 150 updates of bp before, at most "
+        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 300 updates of bp before, at most "
         "10 % of a run"
     )
 
 
 def test_training_begins_synchronously_if_stage_1_is_over_half_an_update_late():
-    for K, M, updates in ((3, 4, 0), (3, 2, 150), (3, 1, 150), (5, 8, 0), (6, 8, 150)):
+    for K, M, updates in ((3, 4, 0), (3, 2, 300), (3, 1, 300), (5, 8, 0), (6, 8, 300)):
         found = recommend(K, batch=64, settings={"M": M}, seconds=refuse).method
         phases = ((offbeat.BP(M=M, pipelined=True), updates),) if updates else ()
         assert found == replace(named("adl-1f1b", M=M, corrector="auto"), staleness_warmup=phases), (K, M)
@@ -105,12 +108,23 @@ def test_training_begins_synchronously_if_stage_1_is_over_half_an_update_late():
         assert recommend(12, batch=64, settings=given, seconds=refuse).method.staleness_warmup == ()
 
 
-@pytest.mark.parametrize(("updates", "synchronous"), [(4000, 150), (1500, 150), (1499, 149), (40, 4), (9, 0), (0, 0)])
+@pytest.mark.parametrize(("updates", "synchronous"), [(8000, 300), (3000, 300), (2999, 299), (40, 4), (9, 0), (0, 0)])
 def test_the_synchronous_start_is_at_most_a_tenth_of_a_run_whose_length_is_known(updates, synchronous):
     found = recommend(12, batch=64, settings={"M": 1}, seconds=refuse, updates=lambda: updates)
     assert [number for _, number in found.method.staleness_warmup] == [synchronous] * bool(synchronous)
     start = f", {synchronous} updates of bp before" if synchronous else ""
     assert found.as_text() == f"adl-1f1b, M=1, corrector auto{start}"
+
+
+def test_texts_state_the_length_of_the_synchronous_start():
+    folder = Path(__file__).parents[1] / "docs"
+    pages = {
+        name: " ".join((folder / f"{name}.md").read_text().split()) for name in ("choosing", "tutorial", "commands")
+    }
+    assert f"the first {SYNCHRONOUS} updates are synchronous" in pages["choosing"]
+    assert f"Method `auto` has {SYNCHRONOUS} such updates" in pages["choosing"]
+    assert f"by default the first {SYNCHRONOUS} updates are synchronous" in pages["tutorial"]
+    assert f"method auto: {SYNCHRONOUS}, at most {100 // ONE_IN} % of the run" in pages["commands"]
 
 
 def test_the_length_of_a_run_is_not_asked_for_without_a_reason():
@@ -147,7 +161,7 @@ def test_given_settings_are_kept_and_nothing_is_measured_for_a_given_m():
     found = recommend(4, batch=64, settings={"M": 8, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
     assert found.method == named("adl-1f1b", M=8, corrector="sc", weights="hybrid")
     without = recommend(4, batch=None, settings={}, seconds=refuse).method
-    assert without == named("adl-1f1b", M=1, corrector="auto", staleness_warmup=150)
+    assert without == named("adl-1f1b", M=1, corrector="auto", staleness_warmup=300)
     warmed = recommend(4, batch=64, settings={"M": 2, "staleness_warmup": 5}, seconds=refuse).method
     assert [(method.name, method.M, updates) for method, updates in warmed.staleness_warmup] == [("bp", 2, 5)]
 

@@ -104,7 +104,7 @@ class OneMethod:
         str | None,
         typer.Option(
             help="Updates of exact back-propagation before the method, such as 500, whose M batches fill and drain the "
-            "pipeline; or methods whose lag grows, such as bp@200+adl-1f1b@300. (default 0; method auto: 150, at most "
+            "pipeline; or methods whose lag grows, such as bp@200+adl-1f1b@300. (default 0; method auto: 300, at most "
             "10 % of the run, if stage 1 is more than half an update late)"
         ),
     ] = None

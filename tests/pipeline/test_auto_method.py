@@ -92,11 +92,11 @@ def test_without_a_batch_every_batch_is_an_update_and_a_warning_says_so():
         offbeat.LateGradients, match='method="auto" without batch=: M=1, every batch is an update, and gradients'
     ):
         auto = pipeline(method="auto")
-    by_hand = pipeline(method=offbeat.ADL1F1B(M=1, corrector="auto"), staleness_warmup=150)
+    by_hand = pipeline(method=offbeat.ADL1F1B(M=1, corrector="auto"), staleness_warmup=300)
     assert auto.method == by_hand.method
     for x, y in batches():
         assert auto.step(x, y).equal(by_hand.step(x, y))
-    assert repr(auto).startswith("Pipeline(method=adl-1f1b (auto), K=3, M=1, staleness_warmup=150, engine=simulate")
+    assert repr(auto).startswith("Pipeline(method=adl-1f1b (auto), K=3, M=1, staleness_warmup=300, engine=simulate")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pipeline(method="auto", M=2).method.M == 2
@@ -122,17 +122,17 @@ def test_fit_warns_once_if_all_of_its_updates_are_synchronous(options):
     """They were, without a word."""
     auto = pipeline(method="auto", M=1, **options)
     assert synchronous_starts(lambda: auto.fit(batches(15, size=2), epochs=2)) == [
-        'method="auto": 30 of 30 updates are synchronous (staleness_warmup=150): give staleness_warmup=3, or 0'
+        'method="auto": 30 of 30 updates are synchronous (staleness_warmup=300): give staleness_warmup=3, or 0'
     ]
     assert synchronous_starts(lambda: auto.fit(batches(15, size=2))) == []
     short = pipeline(method="auto", M=1, **options)
     assert synchronous_starts(lambda: short.fit(batches(8, size=2))) == [
-        'method="auto": 8 of 8 updates are synchronous (staleness_warmup=150): give staleness_warmup=0'
+        'method="auto": 8 of 8 updates are synchronous (staleness_warmup=300): give staleness_warmup=0'
     ]
 
 
 @pytest.mark.parametrize(
-    ("updates", "said"), [(150, "150 of 150 updates"), (299, "150 of 299 updates"), (300, None), (4000, None)]
+    ("updates", "said"), [(300, "300 of 300 updates"), (599, "300 of 599 updates"), (600, None), (4000, None)]
 )
 def test_a_start_of_more_than_half_of_the_updates_is_named_after_the_first_batch(updates, said):
     steps = pipeline(method="auto", M=1).steps(batches(1, size=2) * updates)
@@ -150,13 +150,13 @@ def test_a_loop_of_steps_is_warned_at_its_drain_if_all_updates_were_synchronous(
 
     found = pipeline(method="auto", M=1)
     assert synchronous_starts(lambda: train(found, 30)) == [
-        'method="auto": 30 of 30 updates so far are synchronous (staleness_warmup=150): if training ends here, give '
+        'method="auto": 30 of 30 updates so far are synchronous (staleness_warmup=300): if training ends here, give '
         "staleness_warmup=3, or 0"
     ]
     assert synchronous_starts(lambda: train(found, 2)) == []  # once
-    assert len(synchronous_starts(lambda: train(pipeline(method="auto", M=1), 150))) == 1
-    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1), 151)) == []
-    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1, staleness_warmup=150), 4)) == []
+    assert len(synchronous_starts(lambda: train(pipeline(method="auto", M=1), 300))) == 1
+    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1), 301)) == []
+    assert synchronous_starts(lambda: train(pipeline(method="auto", M=1, staleness_warmup=300), 4)) == []
     assert synchronous_starts(lambda: train(pipeline(), 4)) == []
 
     fitted = pipeline(method="auto", M=1)

@@ -480,10 +480,10 @@ def test_auto_is_planned_as_what_it_is(offbeat):
     own = json.loads(done(offbeat(*MLP, "--method", "auto:M=3", "--batch-size", 4, "--json")))
     assert (own["M"], own["batch_size"], own["recommendation"]["batch_per_update"]) == (3, 4, 12)
     late = json.loads(done(offbeat(*MLP, "--method", "auto", "-M", 1, "--batch-per-update", 16, "--json")))
-    assert late["recommendation"]["staleness_warmup"] == [["bp", 150]]
+    assert late["recommendation"]["staleness_warmup"] == [["bp", 300]]
     (line,) = (line for line in late["advice"] if "staleness_warmup" in line)
     assert re.fullmatch(
-        r"150 updates are trained by bp before .*: [\d.e+]+ ms per update, [\d.]+ times as long as a later one", line
+        r"300 updates are trained by bp before .*: [\d.e+]+ ms per update, [\d.]+ times as long as a later one", line
     )
 
 
