@@ -132,7 +132,7 @@ def test_lowest_losses_are_compared_where_training_overfits(site):
     assert "AdamW, BP, K=12, M=1 | 1 | 1.500 | 1.900 |" in text
 
 
-def test_rows_with_a_synchronous_start_have_columns_of_their_own_and_count_as_recommended(site):
+def test_rows_with_a_synchronous_start_have_columns_and_count_as_recommended(site):
     content = json.loads(record(site).read_text())
     content["rows"] = [row for row in content["rows"] if row["name"] in (BP, WARM)]
     record(site).write_text(json.dumps(content))
