@@ -97,32 +97,45 @@ def reference(label: str, row: MeasuredRow, places: Sequence[float], colour: int
     return Curve(label, [(x, row.value) for x in ends], band, colour, dashed=True, end=end)
 
 
+KINDS = {
+    "without a corrector": {"corrected": False},
+    "recommended corrector": {"corrected": True},
+    "recommended corrector, synchronous start": {"corrected": True, "warmup": True},
+}
+
+
 def by_staleness(table: MeasuredTable) -> Picture:
     """Loss against the staleness of stage 1: for each K a panel without correctors, one with them, and one with a
     synchronous start as well. All rows are at the best of their learning rates."""
-    kinds = {
-        "without a corrector": {"corrected": False},
-        "with the recommended corrector": {"corrected": True},
-        "with the recommended corrector and a synchronous start": {"corrected": True, "warmup": True},
-    }
-    made = []
-    late = [row for K in table.stages for kind in kinds.values() for row in table.late(K, **kind)]
-    places = [0.0, *(row.staleness for row in late)]  # one range in all panels
-    for K in table.stages:
-        for name, kind in kinds.items():
-            if not table.late(K, **kind):
-                continue
-            curves = []
-            for colour, optimizer in enumerate(table.optimizers):
-                title, bp = OPTIMIZERS[optimizer].title, table.best_bp(K, optimizer)
-                rows = [(row.staleness, row) for row in table.at_best_rates(K, optimizer, **kind)]
-                if bp is not None:
-                    rows = [(0.0, bp), *rows]
-                    curves.append(reference(f"{title}, BP", bp, places, colour))
-                curves.append(curve(title, rows, colour))
-            made.append(Panel(f"K={K}, {name}", curves))
+    made = [panel for K in table.stages for panel in _panels(table, K, f"K={K}, ", table.stages)]
     title = f"{table.title}: loss against the mean staleness of stage 1"
     return drawn(f"staleness-{table.slug}.svg", title, "updates", LOSS, True, made, columns=2)
+
+
+def cost_by_optimizer(table: MeasuredTable, K: int) -> Picture:
+    """The same of one K, side by side."""
+    title = f"{table.title}, K={K}: loss against the mean staleness of stage 1"
+    return drawn(f"staleness-cost-{table.slug}.svg", title, "updates", LOSS, True, _panels(table, K, "", [K]))
+
+
+def _panels(table: MeasuredTable, K: int, prefix: str, stages: Sequence[int]) -> list[Panel]:
+    """A panel for each of KINDS that was measured, with one range of staleness for those of all `stages`."""
+    late = [row for each in stages for kind in KINDS.values() for row in table.late(each, **kind)]
+    places = [0.0, *(row.staleness for row in late)]
+    made = []
+    for name, kind in KINDS.items():
+        if not table.late(K, **kind):
+            continue
+        curves = []
+        for colour, optimizer in enumerate(table.optimizers):
+            title, bp = OPTIMIZERS[optimizer].title, table.best_bp(K, optimizer)
+            rows = [(row.staleness, row) for row in table.at_best_rates(K, optimizer, **kind)]
+            if bp is not None:
+                rows = [(0.0, bp), *rows]
+                curves.append(reference(f"{title}, BP", bp, places, colour))
+            curves.append(curve(title, rows, colour))
+        made.append(Panel(prefix + name, curves))
+    return made
 
 
 def by_stages(table: MeasuredTable) -> Picture:
@@ -147,7 +160,7 @@ def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Pi
     """Loss of what is recommended against M, a panel for each K, with BP of one optimizer."""
     made = []
     for K in table.stages:
-        rows = table.recommended(K, method)
+        rows = [row for row in table.recommended(K) if row.method == method]
         curves = []
         bp = table.best_bp(K, reference_optimizer)
         if bp is not None and rows:

@@ -158,14 +158,14 @@ class MeasuredTable:
             found[key] = min(row, found.get(key, row), key=lambda one: one.value)
         return list(found.values())
 
-    def recommended(self, K: int, method: str) -> list[MeasuredRow]:
-        """The rows of the method with the recommended corrector, by M, after a synchronous start where `auto` has one
-        and it was measured."""
-        found: dict[tuple[str, int], MeasuredRow] = {}
+    def recommended(self, K: int, optimizer: str | None = None) -> list[MeasuredRow]:
+        """The rows with the recommended corrector, by M: after a synchronous start where `auto` has one and it was
+        measured."""
+        found: dict[tuple[str, str, int], MeasuredRow] = {}
         for warmup in (False, True):
-            for row in self.at_best_rates(K, corrected=True, warmup=warmup):
-                if row.method == method and (not warmup or row.staleness > LATE):
-                    found[row.optimizer, row.M] = row
+            for row in self.at_best_rates(K, optimizer, corrected=True, warmup=warmup):
+                if not warmup or row.staleness > LATE:
+                    found[row.optimizer, row.method, row.M] = row
         return sorted(found.values(), key=lambda row: row.M)
 
     def without_warmup(self, row: MeasuredRow) -> MeasuredRow | None:

@@ -48,10 +48,25 @@ def record(root: Path) -> Path:
     return root / "docs/results/reproduction-gpt-small.json"
 
 
-def page(root: Path) -> str:
+def pages(root: Path) -> tuple[str, str]:
+    """The page and its tables."""
     written = write_pages(root, name="staleness")
     assert written.returncode == 0, written.stderr
-    return (root / "docs/staleness.md").read_text()
+    return (root / "docs/staleness.md").read_text(), (root / "docs/staleness-tables.md").read_text()
+
+
+def page(root: Path) -> str:
+    return pages(root)[0]
+
+
+def tables(root: Path) -> str:
+    return pages(root)[1]
+
+
+def cells(text: str, *words: str) -> list[list[str]]:
+    """The cells of the lines of tables with all these words."""
+    found = (line for line in text.splitlines() if line.startswith("| ") and all(word in line for word in words))
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in found]
 
 
 def set_losses(root: Path, **losses: list[float]) -> None:
@@ -69,8 +84,8 @@ def test_the_page_on_staleness_is_that_of_the_records():
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_page_has_the_losses_and_staleness_of_its_runs(site):
-    text = page(site)
+def test_the_tables_have_the_losses_and_staleness_of_their_runs(site):
+    text = tables(site)
     assert write_pages(site, "--check", name="staleness").returncode == 0
     rows = {row["name"]: row for row in json.loads(record(site).read_text())["rows"]}
     bp, late = rows[BP]["loss"], rows[M4]["loss"]
@@ -80,38 +95,59 @@ def test_the_page_has_the_losses_and_staleness_of_its_runs(site):
     assert f"| AdamW, recommended corrector |  | {differences} |" in text
     lowest = min(*rows[M4]["runs"][0]["losses"], late)
     assert f"M=4, with the recommended corrector | 1 | {lowest:.3f} | {late:.3f}" in text
-    for picture in re.findall(r"\(results/(\S+\.svg)\)", text):
+    drawn = re.findall(r"\(results/(\S+\.svg)\)", text + page(site))
+    assert len(drawn) == len(set(drawn)) == 4
+    for picture in drawn:
         assert "drawn from" in (site / "docs/results" / picture).read_text()
 
 
 def test_aims_are_met_and_missed_as_the_losses_are(site):
-    losses = {BP: 2.0, M16: 2.01, M4: 2.031, M1: 2.15, PLAIN: 2.03, WARM: 2.02}
+    losses = {BP: 2.0, M16: 2.01, M4: 2.031, M1: 2.151, PLAIN: 2.03, WARM: 2.02}
+    set_losses(site, **{name.replace("-", "_"): [3.0, 2.5, value] for name, value in losses.items()})
+    text, all_tables = pages(site)
+    assert "Worse with the recommended corrector than without: AdamW, `adl-1f1b`, K=12, M=4 (+0.001)." in all_tables
+    assert [line[1:] for line in cells(text, "late: at most")] == [
+        ["up to 1 update late: at most +0.01", "AdamW M=16 +0.010", "", ""],
+        ["over 1, up to 2.75 updates late: at most +0.03", "AdamW M=4 +0.020", "", ""],
+        ["over 2.75, up to 11 updates late: at most +0.15", "", "AdamW M=1 +0.151", ""],
+    ]
+    choice = "all K, with AdamW: no worse than BP with AdamW"
+    assert [line[1:] for line in cells(text, choice)] == [[choice, "", "K=12 +0.010", "K=4; K=24"]]
+    starts = cells(all_tables, "AdamW, `adl-1f1b` M=")
+    assert starts == [
+        ["0.688", "AdamW, `adl-1f1b` M=16", "**+0.010**", ""],
+        ["2.75", "AdamW, `adl-1f1b` M=4", "+0.031", "**+0.020**"],
+        ["11", "AdamW, `adl-1f1b` M=1", "+0.151", ""],
+    ]
+    (site / "docs/results/reproduction-cifar10-1f1b.json").unlink()
+    (unknown,) = cells(page(site), "K=8: at most 0.1 points of error above BP with the same M")
+    assert unknown[2:] == ["", "", "all"]
+
+
+def test_the_page_states_what_each_remedy_changed(site):
+    losses = {BP: 2.0, M16: 2.01, M4: 2.125, M1: 2.25, PLAIN: 2.5, WARM: 2.0625}
     set_losses(site, **{name.replace("-", "_"): [3.0, 2.5, value] for name, value in losses.items()})
     text = page(site)
-    assert "Worse with the recommended corrector than without: AdamW, `adl-1f1b`, K=12, M=4 (+0.001)." in text
-    aims = [line.strip("| ").split(" | ") for line in text.splitlines() if ": at most +" in line]
-    assert aims == [
-        ["up to 1 update late: at most +0.01", "AdamW, `adl-1f1b` M=16", "**+0.010**"],
-        ["over 1, up to 2.75 updates late: at most +0.03", "AdamW, `adl-1f1b` M=4", "+0.031", "**+0.020**"],
-        ["over 2.75, up to 11 updates late: at most +0.15", "AdamW, `adl-1f1b` M=1", "**+0.150**"],
-    ]
-    assert "at any K | K=12 +0.010 | **missed**: K=12; not measured: K=4, K=24 |" in text
-    (site / "docs/results/reproduction-cifar10-1f1b.json").unlink()
-    assert "K=8: within 0.1 points of error of BP with the same M | - | not measured |" in page(site)
+    assert "divide the staleness: M=16 +0.010; M=4 +0.062; M=1 +0.250." in text
+    assert '**A corrector** (`corrector="auto"`), at M=4: +0.125 instead of +0.500.' in text
+    assert "**A synchronous start**, at M=4: +0.062 instead of +0.125." in text
+    plain, recommended = cells(text, "| AdamW", "| 2.000 |")
+    assert plain == ["AdamW", "2.000", "", "+0.500", ""]
+    assert recommended == ["AdamW, recommended", "2.000", "+0.010", "+0.062", "+0.250"]
 
 
 def test_an_aim_that_no_row_is_about_is_shown_as_not_measured(site):
     content = json.loads(record(site).read_text())
     content["rows"] = [row for row in content["rows"] if row["name"] != M1]
     record(site).write_text(json.dumps(content))
-    unknown = "not measured"
-    assert f"| over 2.75, up to 11 updates late: at most +0.15 | AdamW | {unknown} | {unknown} |" in page(site)
+    ((*_, met, missed, unknown),) = cells(page(site), "over 2.75, up to 11 updates late: at most +0.15")
+    assert (met, missed, unknown) == ("", "", "AdamW")
 
 
 def test_a_synchronous_start_is_compared_with_the_same_row_without(site):
     losses = {BP: 2.0, M16: 2.0, M4: 2.5, M1: 2.5, PLAIN: 2.5, WARM: 2.25}
     set_losses(site, **{name.replace("-", "_"): [3.0, 3.0, value] for name, value in losses.items()})
-    text = page(site)
+    text = tables(site)
     assert "With a synchronous start, per seed: AdamW, `adl-1f1b`, K=12, M=4: -0.250 (first 150 updates)." in text
     assert "| AdamW, recommended corrector |  | +0.000 | +0.500 | +0.500 |" in text
     assert "| AdamW, recommended corrector, first 150 updates synchronous |  |  | +0.250 |  |" in text
@@ -127,9 +163,9 @@ def test_lowest_losses_are_compared_where_training_overfits(site):
         WARM: [3.0] * 3,
     }
     set_losses(site, **{name.replace("-", "_"): curve for name, curve in curves.items()})
-    text = page(site)
-    assert "| up to 1 update late: at most +0.01 | AdamW, `adl-1f1b` M=16 | +0.250 |" in text
-    assert "AdamW, BP, K=12, M=1 | 1 | 1.500 | 1.900 |" in text
+    text, all_tables = pages(site)
+    assert [line[2:] for line in cells(text, "up to 1 update late")] == [["", "AdamW M=16 +0.250", ""]]
+    assert "AdamW, BP, K=12, M=1 | 1 | 1.500 | 1.900 |" in all_tables
 
 
 def test_rows_with_a_synchronous_start_have_columns_and_count_as_recommended(site):
@@ -137,11 +173,12 @@ def test_rows_with_a_synchronous_start_have_columns_and_count_as_recommended(sit
     content["rows"] = [row for row in content["rows"] if row["name"] in (BP, WARM)]
     record(site).write_text(json.dumps(content))
     rows = {row["name"]: row["loss"] for row in content["rows"]}
-    text = page(site)
+    text, all_tables = pages(site)
     difference = f"{rows[WARM] - rows[BP]:+.3f}"
-    assert "| K=12 | BP | `adl-1f1b` M=4: 2.75 updates |" in text
-    assert f"| AdamW, recommended corrector, first 150 updates synchronous |  | {difference} |" in text
-    assert f"at any K | K=12 {difference} |" in text
+    assert "| K=12 | BP | `adl-1f1b` M=4: 2.75 updates |" in all_tables
+    assert f"| AdamW, recommended corrector, first 150 updates synchronous |  | {difference} |" in all_tables
+    ((*_, met, missed, _),) = cells(text, "no worse than BP with AdamW")
+    assert met + missed == f"K=12 {difference}"
 
 
 def test_updates_and_minutes_to_a_loss_are_read_from_the_curves(site):
@@ -154,7 +191,7 @@ def test_updates_and_minutes_to_a_loss_are_read_from_the_curves(site):
         WARM: [3.0] * 3,
     }
     set_losses(site, **{name.replace("-", "_"): curve for name, curve in curves.items()})
-    text = page(site)
+    text = tables(site)
     assert "to a loss of 2.100, K=12" in text
     shown = {line.split(" | ")[0][2:]: line.split(" | ")[3:] for line in text.splitlines() if " | 1 | " in line}
     late, corrected = "AdamW, ADL on the 1F1B lag, K=12", ", with the recommended corrector"
@@ -168,12 +205,12 @@ def test_runs_of_several_records_are_joined_and_copies_count_once(site):
     content = json.loads(record(site).read_text())
     again = record(site).with_name("reproduction-gpt-small-again.json")
     again.write_text(json.dumps(content))
-    single = page(site)
+    single = tables(site)
     assert f"| AdamW | {content['rows'][0]['loss']:.3f} |" in single
     loss = content["rows"][0]["runs"][0]["loss"] + 1
     content["rows"][0]["runs"][0] |= {"loss": loss, "losses": [loss] * 3}
     again.write_text(json.dumps(content))
-    assert f"| AdamW | {loss - 0.5:.3f} ({loss - 1:.3f}-{loss:.3f}) |" in page(site)
+    assert f"| AdamW | {loss - 0.5:.3f} ({loss - 1:.3f}-{loss:.3f}) |" in tables(site)
 
 
 def test_a_page_or_picture_of_other_records_is_not_current(site):
@@ -183,7 +220,7 @@ def test_a_page_or_picture_of_other_records_is_not_current(site):
     record(site).write_text(json.dumps(changed))
     checked = write_pages(site, "--check", name="staleness")
     assert checked.returncode == 1
-    assert checked.stderr.startswith("not current: staleness.md, staleness-gpt.svg")
+    assert checked.stderr.startswith("not current: staleness.md, staleness-tables.md, staleness-cost-gpt.svg")
 
 
 def test_without_records_the_page_states_that_there_are_none_and_has_no_pictures(tmp_path):
@@ -191,4 +228,4 @@ def test_without_records_the_page_states_that_there_are_none_and_has_no_pictures
     text = page(root)
     assert list((root / "docs/results").glob("staleness-*")) == []
     assert "There is no record of a language model yet." in text
-    assert "within 0.1 points of error of BP with the same M | - | not measured |" in text
+    assert [line[2:] for line in cells(text, "0.1 points of error above BP")] == [["", "", "all"]] * 2
