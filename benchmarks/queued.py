@@ -157,9 +157,14 @@ def read(path: str) -> dict[str, list[str]]:
 
 
 def cores_of(text: str) -> set[int]:
-    """The cores of a text such as 0-3,8.
+    """The cores of a text such as 0-3,8, of those that this process may use."""
+    found, here = numbers_in(text), os.sched_getaffinity(0)
+    return found if found <= here else fail(f"--cores {text}: this process may use {sorted(here)}")
 
-    >>> sorted(cores_of("0-2,5"))
+
+def numbers_in(text: str) -> set[int]:
+    """
+    >>> sorted(numbers_in("0-2,5"))
     [0, 1, 2, 5]
     """
     found: set[int] = set()
@@ -169,8 +174,7 @@ def cores_of(text: str) -> set[int]:
             found |= set(range(int(first), int(last or first) + 1))
         except ValueError:
             fail(f"--cores {text}: give numbers and ranges, such as 0-3,8")
-    here = os.sched_getaffinity(0)
-    return found if found and found <= here else fail(f"--cores {text}: this process may use {sorted(here)}")
+    return found or fail(f"--cores {text}: give ranges from a smaller to a larger number, such as 0-3,8")
 
 
 def start_mps(share: int | None) -> None:
