@@ -18,7 +18,9 @@ from staleness_aims import (
     best_optimizer,
     method_of,
     recommended_rows,
+    starts_text,
     title_of,
+    updates_late,
 )
 from staleness_pictures import by_choice, by_stages, cost_by_optimizer
 from staleness_records import IMAGES, MeasuredRow, MeasuredTable, language_tables
@@ -45,11 +47,11 @@ def cost_section(table: MeasuredTable) -> list[str]:
         )
     }
     columns = sorted({(row.staleness, row.method, row.M) for found in rows.values() for row in found})
-    head = ["optimizer", "BP", *(f"{late:.3g} updates, `{method}` M={M}" for late, method, M in columns)]
+    head = ["optimizer", "BP", *(f"{updates_late(late)}, `{method}` M={M}" for late, method, M in columns)]
     cells = []
     for (optimizer, kind), found in rows.items():
         by_column = {(row.staleness, row.method, row.M): row for row in found}
-        shown = [_difference(table, by_column.get(column)) for column in columns]
+        shown = [_difference(table, by_column.get(column), recommended=bool(kind)) for column in columns]
         cells += [[title_of(optimizer) + kind, _own_bp(table, optimizer), *shown]] if found else []
     return [
         "## The optimizer decides",
@@ -62,8 +64,10 @@ def cost_section(table: MeasuredTable) -> list[str]:
         f"![Loss against staleness, by optimizer](results/{cost_by_optimizer(table, AIM_STAGES).name})",
         "",
         prose(
-            "Nats above BP with the same optimizer. Recommended: with corrector `auto`, and, where stage 1 is more",
-            f"than {LATE:g} updates late and it was measured, after a synchronous start; NAdam has no corrector.",
+            "Nats above BP with the same optimizer. Recommended: with corrector `auto`, which is none for NAdam, and",
+            f"after a synchronous start where stage 1 is more than {LATE:g} updates late. No start: measured only",
+            "without one. Other rate: measured only at other learning rates than that of this BP, so that staleness",
+            "is not the only difference.",
         ),
         "",
         markdown(head, cells),
@@ -76,9 +80,11 @@ def _own_bp(table: MeasuredTable, optimizer: str) -> str:
     return bp.shown(3) if bp else ""
 
 
-def _difference(table: MeasuredTable, row: MeasuredRow | None) -> str:
+def _difference(table: MeasuredTable, row: MeasuredRow | None, *, recommended: bool) -> str:
     difference = table.to_best_bp(row) if row else None
-    return "" if difference is None else f"{difference:+.3f}"
+    if row is None or difference is None:
+        return ""
+    return f"{difference:+.3f}{table.remarks(row, recommended=recommended)}"
 
 
 def remedies_section(table: MeasuredTable) -> list[str]:
@@ -90,11 +96,12 @@ def remedies_section(table: MeasuredTable) -> list[str]:
     def cost(M: int, *, optimizer: str = chosen, corrected: bool = True, warmup: bool = False) -> str:
         found = table.at_best_rates(AIM_STAGES, optimizer, corrected=corrected, warmup=warmup)
         row = next((row for row in found if (row.method, row.M) == (method, M)), None)
-        return _difference(table, row) or "not measured"
+        return _difference(table, row, recommended=False) or "not measured"
 
     sizes = sorted({row.M for row in table.recommended(AIM_STAGES) if row.method == method}, reverse=True)
     middle = sizes[len(sizes) // 2]
-    best = {row.M: _difference(table, row) for row in table.recommended(AIM_STAGES, chosen) if row.method == method}
+    rows = [row for row in table.recommended(AIM_STAGES, chosen) if row.method == method]
+    best = {row.M: _difference(table, row, recommended=True) for row in rows}
     by_M = "; ".join(f"M={M} {best[M]}" for M in sizes if M in best)
     return [
         "## What helps",
@@ -108,7 +115,7 @@ def remedies_section(table: MeasuredTable) -> list[str]:
         ),
         point(f"**A synchronous start**, at M={middle}: {cost(middle, warmup=True)} instead of {cost(middle)}."),
         point(
-            f"**Another optimizer** than {title_of(REFERENCE)}, which loses",
+            f"**Another optimizer** than {title_of(REFERENCE)}, with which the difference is",
             f"{cost(middle, optimizer=REFERENCE, warmup=True)} there.",
         ),
         "",
@@ -145,7 +152,8 @@ def aims_section(tables: list[MeasuredTable], images: ImageTables) -> list[str]:
         "",
         prose(
             f"Of what is recommended; language models: nats above BP with the same optimizer, K={AIM_STAGES},",
-            f"`{method_of(AIM_STAGES)}` unless another method is named.",
+            f"`{method_of(AIM_STAGES)}` unless another method is named. No start, other rate: as in the first table.",
+            starts_text(tables),
         ),
         "",
         *([] if tables else ["There is no record of a language model yet.", ""]),
@@ -170,7 +178,7 @@ def choice_section(tables: list[MeasuredTable]) -> list[str]:
     }
     optimizers = list(correctors[1])
     late = {M: with_settings(method, {"M": M}).staleness(1, K) for M in correctors}
-    rows = [[f"{late[M]:.3g} updates (K={K}, M={M})", *by.values()] for M, by in correctors.items()]
+    rows = [[f"{updates_late(late[M])} (K={K}, M={M})", *by.values()] for M, by in correctors.items()]
     lines = [
         "## What to choose",
         "",

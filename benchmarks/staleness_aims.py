@@ -58,6 +58,25 @@ def title_of(optimizer: str) -> str:
     return OPTIMIZERS[optimizer].title
 
 
+def updates_late(staleness: float) -> str:
+    """
+    >>> updates_late(0.6875), updates_late(1.0)
+    ('0.688 updates', '1 update')
+    """
+    return f"{staleness:.3g} update{'s' * (staleness != 1)}"
+
+
+def starts_text(tables: Sequence[MeasuredTable]) -> str:
+    """How long the synchronous starts are that were measured, and those of method `auto` where they differ."""
+    found = {}
+    for row in (row for table in tables for row in table.rows if isinstance(row.warmup, int)):
+        for updates in sorted({run.updates[-1] for run in row.runs if run.updates}):
+            other = f" (method `auto` has {row.start_of_auto})" if row.from_start_of_auto else ""
+            found[updates, row.warmup] = f"{row.warmup} of {updates:,} updates{other}"
+    starts = ", ".join(found[key] for key in sorted(found))
+    return f"Synchronous starts of language models had {starts}." if starts else ""
+
+
 def method_of(K: int, batch: int = 64, *, latency: float = 0.0) -> str:
     """The method that is recommended if time is proportional to samples."""
     settings = {"latency": latency}
@@ -92,7 +111,7 @@ def late_aims(table: MeasuredTable) -> list[Aim]:
         measured, wanted = {}, []
         for optimizer in table.optimizers:
             rows = [row for row in table.recommended(AIM_STAGES, optimizer) if last < row.staleness <= limit]
-            differences = {name_of(row): table.to_best_bp(row) for row in rows}
+            differences = {name_of(row) + table.remarks(row): table.to_best_bp(row) for row in rows}
             known = {name: value for name, value in differences.items() if value is not None}
             wanted += [] if known or table.slug != AIM_TABLE else [title_of(optimizer)]
             measured |= known
@@ -131,7 +150,7 @@ def image_differences(table: MeasuredTable, K: int, average: Average = median) -
         if row.K == K and row.method == method_of(K) and row.corrector in COMPENSATED:
             same = (one for one in table.rows if (one.M, one.batch_size) == (row.M, row.batch_size))
             bp = next((one for one in same if one.method == "bp"), None)
-            name = f"M={row.M}" + (f" after {row.warmup} synchronous updates" if row.warmup else "")
+            name = ", ".join([f"M={row.M}", *([row.start] if row.start else [])]) + table.remarks(row)
             found |= {name: average(row.values) - average(bp.values)} if bp else {}
     return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 from page import Record, Records
 from results_reproduction import EPOCHS, task_of
 
-from offbeat.recommended import LATE
+from offbeat.recommended import LATE, ONE_IN, SYNCHRONOUS
 from offbeat.report.formatting import ranged
 from offbeat.runs.tables import TABLES
 from offbeat.runs.tables.gpt import CORRECTORS, RECOMMENDED
@@ -57,7 +58,7 @@ class FinishedRun:
 class MeasuredRow:
     """A row of a table with all its runs that have ended.
 
-    warmup   synchronous updates before the late ones
+    warmup   synchronous updates before the late ones, or the methods before as text
     """
 
     name: str
@@ -71,12 +72,35 @@ class MeasuredRow:
     baseline: str | None
     runs: tuple[FinishedRun, ...]
     diverged: int = 0
-    warmup: int | None = None
+    warmup: int | str | None = None
 
     @property
     def recommended(self) -> bool:
         """Whether it has the recommended corrector, which is none for some optimizers."""
         return self.corrector == RECOMMENDED or (self.corrector is None and self.optimizer in CORRECTORS)
+
+    @property
+    def apart_from_rate(self) -> tuple[object, ...]:
+        """What rows have in common that differ in the learning rate alone."""
+        return self.K, self.optimizer, self.method, self.M, self.corrector, self.warmup
+
+    @property
+    def start(self) -> str:
+        """Its synchronous start in words; empty if there is none."""
+        if isinstance(self.warmup, str):
+            return f"first `{self.warmup}`"
+        return f"first {self.warmup} updates synchronous" if self.warmup else ""
+
+    @property
+    def start_of_auto(self) -> int:
+        """Synchronous updates that method `auto` has in a run of this length, if it has any."""
+        known = [run.updates[-1] for run in self.runs if run.updates]
+        return min([SYNCHRONOUS, *(updates // ONE_IN for updates in known)])
+
+    @property
+    def from_start_of_auto(self) -> float:
+        """How many updates shorter or longer its synchronous start is than that."""
+        return abs(self.warmup - self.start_of_auto) if isinstance(self.warmup, int) else inf
 
     @property
     def values(self) -> list[float]:
@@ -110,6 +134,21 @@ class MeasuredRow:
     def shown(self, digits: int) -> str:
         """Median (lowest-highest)."""
         return ranged(self.values, digits)
+
+
+def lowest(rows: Iterable[MeasuredRow]) -> MeasuredRow | None:
+    """The row with the lowest value, each compared with the others over the seeds that both have: the medians of
+    different seeds differ by their seeds, too.
+
+    >>> def row(name, *values): return MeasuredRow(name, "", "sgd", "bp", 1, 1, None, 8, None, tuple(
+    ...     FinishedRun(seed, value, value, (), (), (), 0.0) for seed, value in values))
+    >>> lowest([row("one seed", (0, 1.5)), row("three", (0, 1.25), (1, 2.5), (2, 1.75))]).name
+    'three'
+    """
+    best: MeasuredRow | None = None
+    for row in rows:
+        best = row if best is None or row.above(best) < 0 else best
+    return best
 
 
 @dataclass(frozen=True)
@@ -151,12 +190,17 @@ class MeasuredTable:
     def at_best_rates(
         self, K: int, optimizer: str | None = None, *, corrected: bool | None = None, warmup: bool = False
     ) -> list[MeasuredRow]:
-        """The same, of rows that differ in the learning rate the one with the lowest loss."""
-        found: dict[tuple[object, ...], MeasuredRow] = {}
+        """The same: of rows that differ in the synchronous start, those whose start is closest to that of method
+        `auto`; of rows that differ in the learning rate, the one with the lowest loss."""
+        groups: dict[tuple[object, ...], list[MeasuredRow]] = {}
         for row in self.late(K, optimizer, corrected=corrected, warmup=warmup):
-            key = (row.optimizer, row.method, row.M, row.corrector)
-            found[key] = min(row, found.get(key, row), key=lambda one: one.value)
-        return list(found.values())
+            groups.setdefault((row.optimizer, row.method, row.M, row.corrector), []).append(row)
+        found = []
+        for rows in groups.values():
+            closest = min(row.from_start_of_auto for row in rows)
+            best = lowest(row for row in rows if row.from_start_of_auto == closest)
+            found += [best] if best else []
+        return found
 
     def recommended(self, K: int, optimizer: str | None = None) -> list[MeasuredRow]:
         """The rows with the recommended corrector, by M: after a synchronous start where `auto` has one and it was
@@ -170,13 +214,9 @@ class MeasuredTable:
 
     def without_warmup(self, row: MeasuredRow) -> MeasuredRow | None:
         """The row that differs from this one, which has a synchronous start, in that alone."""
-        same = (row.optimizer, row.method, row.M, row.corrector, row.baseline)
-        found = (
-            other
-            for other in self.late(row.K)
-            if (other.optimizer, other.method, other.M, other.corrector, other.baseline) == same
-        )
-        return next(found, None)
+        same = replace(row, warmup=None).apart_from_rate
+        found = (other for other in self.late(row.K) if other.apart_from_rate == same)
+        return next((other for other in found if other.baseline == row.baseline), None)
 
     def bps(self, K: int, optimizer: str) -> list[MeasuredRow]:
         """BP at the learning rates of the late rows, or at its best one if no late row names it."""
@@ -186,8 +226,17 @@ class MeasuredTable:
 
     def best_bp(self, K: int, optimizer: str) -> MeasuredRow | None:
         """BP at the learning rate with the lowest loss."""
-        found = [row for row in self.rows if row.K == K and row.optimizer == optimizer and row.method == "bp"]
-        return min(found, key=lambda row: row.value, default=None)
+        return lowest(row for row in self.rows if row.K == K and row.optimizer == optimizer and row.method == "bp")
+
+    def remarks(self, row: MeasuredRow, *, recommended: bool = True) -> str:
+        """What else than its staleness distinguishes a late row from that BP; of a recommended one also whether the
+        synchronous start was not measured that `auto` has."""
+        best = self.best_bp(row.K, row.optimizer)
+        alike = (other for other in self.rows if other.apart_from_rate == row.apart_from_rate)
+        rate = best is not None and best.name not in (other.baseline for other in alike)
+        start = recommended and row.staleness > LATE and not row.warmup
+        found = ["other rate"] * rate + ["no start"] * start
+        return f" ({', '.join(found)})" if found else ""
 
     def to_bp(self, row: MeasuredRow) -> float | None:
         """The loss minus that of BP with the same optimizer, learning rate and stages."""

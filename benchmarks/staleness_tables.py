@@ -73,13 +73,16 @@ def differences_table(table: MeasuredTable, K: int) -> str:
 def corrections_of(row: MeasuredRow) -> tuple[str, ...]:
     """What is done against its staleness, in words."""
     corrector = "recommended corrector" if row.corrector == RECOMMENDED else f"`{row.corrector}`"
-    start = f"first {row.warmup} updates synchronous"
-    return (*([corrector] if row.corrector else []), *([start] if row.warmup else []))
+    return (*([corrector] if row.corrector else []), *([row.start] if row.start else []))
 
 
-def rate_of(bp: MeasuredRow) -> list[str]:
-    """The learning rate of BP in words, as a multiple of the optimizer's default; none if it is the default."""
-    return [part for part in bp.title.split(", ") if part.endswith("the learning rate")]
+def rate_of(row: MeasuredRow) -> list[str]:
+    """The learning rate in words, as a multiple of the optimizer's default; none if it is the default."""
+    return [part for part in row.title.split(", ") if part.endswith("the learning rate")]
+
+
+def setting_of(row: MeasuredRow) -> str:
+    return ", ".join([title_of(row.optimizer), f"`{row.method}`", f"K={row.K}", f"M={row.M}", *rate_of(row)])
 
 
 def difference_cell(table: MeasuredTable, row: MeasuredRow | None) -> str:
@@ -106,15 +109,14 @@ def better_rates(table: MeasuredTable) -> list[str]:
 
 
 def worse_with_corrector(table: MeasuredTable) -> list[str]:
-    """Rows that have a higher loss with the recommended corrector than without."""
+    """Rows that have a higher loss with the recommended corrector than without, both late from the first update."""
     found = []
     for row in table.rows:
-        if row.corrector == RECOMMENDED:
+        if row.corrector == RECOMMENDED and not row.warmup:
             same = (other for other in table.late(row.K, row.optimizer, corrected=False) if other.method == row.method)
             plain = next((other for other in same if (other.M, other.baseline) == (row.M, row.baseline)), None)
             if plain is not None and round(row.above(plain), 3) > 0:
-                setting = f"{title_of(row.optimizer)}, `{row.method}`, K={row.K}, M={row.M}"
-                found.append(f"{setting} ({row.above(plain):+.3f})")
+                found.append(f"{setting_of(row)} ({row.above(plain):+.3f})")
     return [point(f"Worse with the recommended corrector than without: {listed(found)}.")] if found else []
 
 
@@ -126,8 +128,7 @@ def synchronous_starts(table: MeasuredTable) -> list[str]:
         late = {run.seed: run.value for run in other.runs} if other else {}
         differences = [f"{run.value - late[run.seed]:+.3f}" for run in row.runs if run.seed in late]
         if differences:
-            setting = f"{title_of(row.optimizer)}, `{row.method}`, K={row.K}, M={row.M}"
-            found.append(f"{setting}: {', '.join(differences)} (first {row.warmup} updates)")
+            found.append(f"{setting_of(row)}: {', '.join(differences)} ({row.start.removesuffix(' synchronous')})")
     return [point(f"With a synchronous start, per seed: {'; '.join(found)}.")] if found else []
 
 
