@@ -17,6 +17,7 @@ import results_gpu
 import results_network
 import results_reproduction
 from page import ROOT, Picture, Record, Records, between, point, records
+from staleness_aims import AIM_STAGES, AIM_TABLE, best_optimizer
 from staleness_records import language_tables
 
 from offbeat.method import Method
@@ -341,26 +342,27 @@ def _is_fair(record: Record) -> bool:
     return late is not None and late["optimizer"] in {row["optimizer"] for row in until_table.synchronous(record)}
 
 
-LANGUAGE_ROWS = (  # a long delay with the recommended optimizer and a synchronous start, a shorter one with AdamW
-    "muon-adl-1f1b-k12-m1-corrected-warmup-double-rate",
-    "adamw-adl-1f1b-k12-m4-corrected-double-rate",
-)
-
-
 def language_rows(found: Records) -> list[Cells]:
-    """Chosen rows of the larger language model, each against BP with the same optimizer at its best learning rate."""
-    return [
-        [
-            "validation loss, nats",
-            f"a GPT on Python source, {row.runs[0].updates[-1]:,} updates: {row.title}",
-            row.shown(3),
-            f"BP, same optimizer and samples: {bp.shown(3)}",
-            f"{row.above(bp):+.3f}",
-        ]
-        for table in language_tables(found)
-        for row in table.rows
-        if table.slug == "gpt" and row.name in LANGUAGE_ROWS and (bp := table.best_bp(row.K, row.optimizer)) is not None
-    ]
+    """Of what is recommended for the larger language model, the row with the recommended optimizer at the longest delay
+    and the one with the largest difference to BP."""
+    lines = []
+    for table in (one for one in language_tables(found) if one.slug == AIM_TABLE):
+        differences = {row: table.to_best_bp(row) for row in table.recommended(AIM_STAGES)}
+        known = {row: value for row, value in differences.items() if value is not None}
+        chosen = [row for row in known if row.optimizer == best_optimizer(table)]
+        longest = sorted(chosen, key=lambda row: row.staleness)[-1:]
+        for row in dict.fromkeys([*longest, *sorted(known, key=known.__getitem__)[-1:]]):
+            bp = table.best_bp(row.K, row.optimizer)
+            lines.append(
+                [
+                    "validation loss, nats",
+                    f"a GPT on Python source, {row.runs[0].updates[-1]:,} updates: {row.title}",
+                    row.shown(3),
+                    f"BP, same optimizer and samples: {bp.shown(3) if bp else ''}",
+                    f"{known[row]:+.3f}",
+                ]
+            )
+    return lines
 
 
 def short_row(compared: Records) -> list[Cells]:
