@@ -218,10 +218,8 @@ def aims(record: Record) -> list[str]:
         best = fastest(record, "gpt", AIMED, members)
         found = ratio(record, "gpt", AIMED, best, "adl")
         if found:
-            reached = float(found.split()[0]) >= AIMS[title]
-            said.append(
-                f"{found} times the best {title} (aim {AIMS[title]:g}: {'reached' if reached else '**missed**'})"
-            )
+            outcome = "reached" if float(found.split()[0]) >= AIMS[title] else "**missed**"
+            said.append(f"{found} times as fast as the best {title} (aim {AIMS[title]:g}: {outcome})")
     return [point(f"GPT on {AIMED}: ADL is {'; '.join(said)}."), ""] if said else []
 
 

@@ -256,7 +256,9 @@ def drift(run: RunRecord, name: str) -> Section:
         for what, title, caption, axis, value in drawn
     ]
     if cost is None:
-        return section.add(charts(*made), missing(f"which stage pays is not recorded: train with `{DIAGNOSE}` again"))
+        return section.add(
+            charts(*made), missing(f"what staleness costs each stage is not recorded: train with `{DIAGNOSE}` again")
+        )
     return section.add(charts(*made, cost))
 
 
@@ -285,7 +287,7 @@ def _cost(run: RunRecord, name: str) -> Drawing | None:
         "from its first late update on."
     )
     chart = lines(drawn, x=Axis("update", whole=True), y=Axis("lost decrease", zero=True, format=".3~r"), height=220)
-    return Drawing(f"{name}-cost", "Which stage pays", chart, caption, 2)
+    return Drawing(f"{name}-cost", "What staleness costs each stage", chart, caption, 2)
 
 
 def _by_update(run: RunRecord, axis: Axis, value: Callable[[DiagnosisLine], float]) -> LayerChart:

@@ -112,7 +112,7 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
         "Parameter gap",
         "Gradient norm",
         "Stale against fresh",
-        "Which stage pays",
+        "What staleness costs each stage",
     ]
     assert "no trace" not in text
     assert "no diagnosis" not in text
@@ -133,7 +133,7 @@ def test_a_diagnosis_of_an_earlier_version_is_drawn_without_the_changes_of_the_l
     made.diagnosis(run, changes=False)
     text = page(run)
     assert titles(text)[-3:] == ["Parameter gap", "Gradient norm", "Stale against fresh"]
-    assert "which stage pays is not recorded: train with --diagnose 50 again" in words(text)
+    assert "what staleness costs each stage is not recorded: train with --diagnose 50 again" in words(text)
     assert not read_run(run).problems
 
 
