@@ -25,11 +25,12 @@ EFFICIENT = 1.15  # times the shortest time per sample
 DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
 LATE = 0.5  # updates: if the gradients of stage 1 are later than this, training begins with synchronous updates
 # A tenth of the updates of a GPT in 12 stages, 150 of 1,500, reduced its difference to back-propagation with Muon from
-# 0.081 to 0.019 nats at a delay of 2.75 updates and from 0.255 to 0.112 at 11, and with AdamW from 0.029 to 0.009 at
+# 0.079 to 0.019 nats at a delay of 2.75 updates and from 0.255 to 0.112 at 11, and with AdamW from 0.029 to 0.009 at
 # 0.69 (docs/staleness.md). A tenth of those of ResNet-18 on Imagenette in 8 stages, 300 of 2,960, left a difference of
-# 0.33 points, and 150 one of 0.65 (reproduction-imagenette-40-epochs-starts.json). More were not tried.
+# 0.33 points, and 150 one of 0.65 (reproduction-imagenette-40-epochs-starts.json). Longer starts were tried with a
+# small GPT alone, 150 of 400 updates; 300 of 3,000 were not tried with a GPT.
 SYNCHRONOUS = 300
-ONE_IN = 10  # updates of a run, one is synchronous at most
+ONE_IN = 10  # at most one of so many updates of a run is synchronous
 NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
 
 Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples
