@@ -127,7 +127,7 @@ class NetworkRecord:
                 merged = {name: _in_order(name, before["settings"][name], settings[name]) for name in LISTS}
                 merged["rounds"] = max(before["settings"]["rounds"], settings["rounds"])
             except (OSError, ValueError, KeyError, TypeError):
-                sys.exit(f"{path} is no record: use another --out")
+                sys.exit(f"{path} is not a record: use another --out")
             if {**before["settings"], **merged} != {**settings, **merged}:
                 sys.exit(f"{path} has other settings: use them, or another --out")
             self.found = {**before, "settings": {**settings, **merged}}

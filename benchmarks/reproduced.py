@@ -148,7 +148,7 @@ def check_run(path: Path, table: Table, settings: dict[str, Any]) -> None:
     found = re.fullmatch(r"(.+)-seed(\d+)", path.name)
     row = next((row for row in table.rows if found and row.name == found[1]), None)
     if found is None or row is None:
-        raise UserError(f"{path} is no run of {table.name}: move it away")
+        raise UserError(f"{path} is not a run of {table.name}: move it away")
     seed = int(found[2])
     stored_recipe(path, StudyRun(row.name, seed, reproducing.recipe_of(row, seed, settings)))
 

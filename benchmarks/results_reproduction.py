@@ -182,7 +182,9 @@ def verdicts(record: Record) -> list[str]:
     elif single:
         lines.append(point(f"One seed has no spread, and a small difference means little: {named(single)}."))
     if any(run["state"] == "under way" for row in rows for run in row["runs"]):
-        lines.append(point("An error at an epoch before the last is no result: the rate drops late in the schedule."))
+        lines.append(
+            point("An error at an epoch before the last is not a result: the learning rate drops late in the schedule.")
+        )
     return lines
 
 

@@ -314,8 +314,9 @@ class StageNetwork:
         for name, gradient in zip(replaced, found[len(targets) :], strict=True):
             if gradient is not None:
                 raise UserError(
-                    f"stage {self.k} reaches {name} other than as a parameter of a module (through a list, say), where "
-                    "no version can stand in for it: register it, or use weights='replay' with precision fp32 or tf32"
+                    f"stage {self.k} uses {name} not only as a parameter of a module (but also from a list, for "
+                    "example), so that versions of the weights do not apply there: register it, or use "
+                    "weights='replay' with precision fp32 or tf32"
                 )
         return list(found[: len(targets)])
 

@@ -73,6 +73,6 @@ def _built(text: str, path: Path, config: Any) -> nn.Module:
 
 def _unusable(text: str, error: Exception) -> UserError:
     return UserError(
-        f"model 'hf:{text}' is no causal language model that transformers can build ({first_line(error)}): give a "
+        f"model 'hf:{text}' is not a causal language model that transformers can build ({first_line(error)}): give a "
         "config.json, or a folder as save_pretrained writes it"
     )

@@ -100,7 +100,7 @@ def own_loss(output: Any, target: Any) -> Tensor:
         )
     if not isinstance(found, Tensor) or found.dim():
         raise UserError(
-            f"the output of the model, {shapes(found)}, is no loss (loss=None): give batches with labels, so that it "
-            "computes one, or a function loss=... of (output, target)"
+            f"the output of the model, {shapes(found)}, is not a loss (loss=None): give batches with labels, so that "
+            "it computes one, or a function loss=... of (output, target)"
         )
     return found

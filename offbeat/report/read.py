@@ -106,7 +106,7 @@ def kind_of(path: Path) -> str:
     try:
         if not path.is_dir():
             raise UserError(
-                f"{path} is no folder: give the folder of a run, a comparison, a reproduction or a benchmark"
+                f"{path} is not a folder: give the folder of a run, a comparison, a reproduction or a benchmark"
             )
         for name, kind in (("reproduction.json", "reproduction"), ("bench.json", "bench"), ("scaling.json", "scaling")):
             if (path / name).exists():

@@ -131,6 +131,6 @@ def test_a_config_of_something_else_is_refused_in_one_line(tmp_path):
     for number, text in enumerate(["{}", "not json", '{"model_type": "vit"}']):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        with pytest.raises(UserError, match="no causal language model") as caught:
+        with pytest.raises(UserError, match="is not a causal language model") as caught:
             models.build(f"hf:{path}")
         assert "\n" not in str(caught.value)

@@ -246,7 +246,9 @@ def test_a_metric_gets_the_output_and_the_batch():
 def test_a_model_without_a_loss_is_refused_with_what_to_give():
     with pytest.raises(UserError, match=r"the output of the model has no loss .*labels, .*loss=\.\.\. of"):
         trained(net(), [{"x": torch.ones(2, 4)}])
-    with pytest.raises(UserError, match=r"the output of the model, shape \(2, 4\) float32, is no loss.*loss=\.\.\. of"):
+    with pytest.raises(
+        UserError, match=r"the output of the model, shape \(2, 4\) float32, is not a loss.*loss=\.\.\. of"
+    ):
         trained(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.ones(2, 4)])
 
 

@@ -95,7 +95,7 @@ def test_a_parameter_that_no_version_can_stand_in_for_is_refused():
         def forward(self, x):
             return x @ self.list[0]
 
-    with pytest.raises(offbeat.UserError, match=r"stage 1 reaches 0\.weight other than as a parameter"):
+    with pytest.raises(offbeat.UserError, match=r"stage 1 uses 0\.weight not only as a parameter"):
         trained([Hidden(), nn.Linear(6, 4)])
     before = torch.eye(6)
     assert not torch.equal(trained([Hidden(), nn.Linear(6, 4)], method=offbeat.ADL(M=1, weights="replay"))[0], before)
@@ -271,7 +271,7 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
         ({"loss": lambda output, target: 1.0}, "return the mean, a tensor"),
         ({"loss": lambda output, target: output}, "return the mean, a tensor"),
         ({"loss": nn.Linear(1, 1)}, "the loss has parameters of its own"),
-        ({"loss": None}, "is no loss .* or a function loss="),
+        ({"loss": None}, "is not a loss .* or a function loss="),
         ({"loss": "mse"}, "give a function"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"model": len}, "model is of type builtin_function_or_method: give an nn.Module"),

@@ -537,7 +537,7 @@ def test_pictures_are_files_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no folder: give the folder of a run"),
+        (["nowhere"], "nowhere is not a folder: give the folder of a run"),
         (["empty"], "empty holds none of config.json, metrics.jsonl"),
         (["a", "--out", "no/such/report.html"], "cannot write no/such/report.html"),
         (["a", "--pictures", "file"], "--pictures file: File exists"),

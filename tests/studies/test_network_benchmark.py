@@ -113,7 +113,7 @@ def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path
         (["--rounds", "0"], "use numbers above 0"),
         (["--seconds", "nan"], "use numbers above 0"),
         (["--out", "/no/such/folder/record.json"], "there is no folder /no/such/folder"),
-        (["--out", "/dev/null"], "is no record"),
+        (["--out", "/dev/null"], "is not a record"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(tmp_path, given, said):

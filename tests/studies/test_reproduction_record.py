@@ -223,7 +223,7 @@ def test_what_does_not_belong_together_is_refused_in_one_line(offbeat, capsys):
         ("one", "nowhere"): "nowhere holds no reproduction.json",
         ("one", "broken"): "broken/reproduction.json cannot be read",
         ("changed",): "another recipe (lr: 0.5 there",
-        ("strange",): "strange/runs/nothing-seed0 is no run of small",
+        ("strange",): "strange/runs/nothing-seed0 is not a run of small",
         ("one", "--into", "copy"): "--into copy: give a folder that is empty",
         ("one", "--into", "no/where"): "--into no/where: give a folder",
         ("one", "--commit", "main"): "--commit main: give its 40 digits",

@@ -60,7 +60,7 @@ def stored(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> 
         had = {**content["settings"], **{name: before[name] for name in ORIGIN}, "network": network_of(before)}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path.parent} already holds {path.name}, which is no record: give another folder as out="
+            f"{path.parent} already holds {path.name}, which is not a record: give another folder as out="
         ) from None
     origins = {**{name: made[name] for name in ORIGIN}, "network": network_of(made)}
     now = json.loads(json.dumps({**settings, **origins}))
