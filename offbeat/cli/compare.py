@@ -26,7 +26,7 @@ def compare(
     stages: options.Stages,
     optimization: options.OptimizationOptions,
     M: Annotated[
-        int, typer.Option("-M", help="Gradients accumulated per update, for methods with stale gradients that take M.")
+        int, typer.Option("-M", help="Gradients accumulated per update, for methods with late gradients that take M.")
     ] = 4,
     match: Annotated[
         str | None,

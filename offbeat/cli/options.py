@@ -278,7 +278,7 @@ class DiagnosisOptions:
         int | None,
         typer.Option(
             help="Every N updates of a stage, record in RUN/diagnosis.jsonl how far its weights have moved "
-            "since the forward of a batch, the cosine similarity of the stale gradient and the gradient "
+            "since the forward of a batch, the cosine similarity of the late gradient and the gradient "
             "at the current weights, for the same input and incoming gradient, and the change of the loss that "
             "each of the two predicts for the update."
         ),

@@ -4,7 +4,7 @@ Every N updates, for the first batch t of an update's window, at its backward:
 
     gap       || w - w' ||      w  the weights now;  w' those that forwarded batch t
     norm      || w ||
-    gradient  || g' ||          g' the stale gradient: what the backward of batch t gives (from stashed weights, old
+    gradient  || g' ||          g' the late gradient: what the backward of batch t gives (from stashed weights, old
                                 activations or a replay, as the method has it), before any corrector
     cosine    <g', g> / (|| g' || || g ||)      g the fresh gradient
     lag       updates between the forward and now

@@ -604,8 +604,8 @@ class Pipeline(PipelineView):
         self._local.begin_observing()
 
     def diagnose(self, every: int) -> None:
-        """From the next batch on, measure once every `every` updates of each stage how stale its gradients are: the
-        distance of the weights from those that forwarded the batch, the cosine between the stale gradient and the
+        """From the next batch on, measure once every `every` updates of each stage what staleness changes: the
+        distance of the weights from those that forwarded the batch, the cosine between the late gradient and the
         one that the present weights give for the same input and the same gradient from above, and the change of the
         loss that each of the two predicts for the update: `fresh_change / predicted_change`, summed over updates, is
         the share of the predicted decrease that the stage gets (see observe/diagnosis.py).

@@ -238,14 +238,14 @@ def drift(run: RunRecord, name: str) -> Section:
         (
             "gradient",
             "Gradient norm",
-            "L2 norm of the stale gradient.",
+            "L2 norm of the late gradient.",
             Axis("norm", log=None, format=".3~r"),
             lambda line: line.gradient,
         ),
         (
             "cosine",
-            "Stale against fresh",
-            "Cosine of the stale gradient and a fresh one of the same batch; 1 is the same direction.",
+            "Late against fresh gradients",
+            "Cosine of the late gradient and a fresh one of the same batch; 1 is the same direction.",
             Axis("cosine", format=".3f"),
             lambda line: line.cosine,
         ),

@@ -122,7 +122,7 @@ class Recipe:
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     left_out: tuple[int, ...] | None = None  # batches to leave out, after a loss that was not finite
     trace: int | None = None  # local iterations to record; does not change results
-    diagnose: int | None = None  # updates between two diagnoses of stale gradients; likewise
+    diagnose: int | None = None  # updates between two diagnoses of late gradients; likewise
 
     @property
     def M(self) -> int:  # noqa: N802

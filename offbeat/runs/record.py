@@ -2,7 +2,7 @@
 
 config.json         the complete recipe, cuts, versions, commit, host
 metrics.jsonl       a line per report, epoch and event
-diagnosis.jsonl     with `diagnose`: how stale gradients are, a line per diagnosis of a stage
+diagnosis.jsonl     with `diagnose`: how far late gradients are from fresh ones, a line per diagnosis of a stage
 trace.json          with `trace`: what the stages did and when
 events.out.*        the metrics for TensorBoard
 model.safetensors   the whole model, with the names of the unsplit module

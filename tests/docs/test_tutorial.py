@@ -135,7 +135,7 @@ def test_scripts_and_commands_run_and_one_process_prints_what_two_do(offbeat, tm
     assert alone.count("test error") == 2
     assert alone == in_two
     shown = (tmp_path / "first.html").read_text()
-    assert all(title in shown for title in ("As recorded", "As planned", "Stale against fresh"))
+    assert all(title in shown for title in ("As recorded", "As planned", "Late against fresh gradients"))
 
 
 def test_no_line_needs_scrolling():

@@ -111,7 +111,7 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
         "As planned",
         "Parameter gap",
         "Gradient norm",
-        "Stale against fresh",
+        "Late against fresh gradients",
         "What staleness costs each stage",
     ]
     assert "no trace" not in text
@@ -132,7 +132,7 @@ def test_a_diagnosis_of_an_earlier_version_is_drawn_without_the_changes_of_the_l
     run = made.run(tmp_path / "a")
     made.diagnosis(run, changes=False)
     text = page(run)
-    assert titles(text)[-3:] == ["Parameter gap", "Gradient norm", "Stale against fresh"]
+    assert titles(text)[-3:] == ["Parameter gap", "Gradient norm", "Late against fresh gradients"]
     assert "what staleness costs each stage is not recorded: train with --diagnose 50 again" in words(text)
     assert not read_run(run).problems
 
