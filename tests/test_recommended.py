@@ -117,10 +117,10 @@ def test_the_synchronous_start_is_at_most_a_tenth_of_a_run_whose_length_is_known
 
 
 def test_texts_state_the_length_of_the_synchronous_start():
-    folder = Path(__file__).parents[1] / "docs"
-    pages = {
-        name: " ".join((folder / f"{name}.md").read_text().split()) for name in ("choosing", "tutorial", "commands")
-    }
+    root = Path(__file__).parents[1]
+    paths = [*(root / f"docs/{name}.md" for name in ("choosing", "tutorial", "commands")), root / "CHANGELOG.md"]
+    pages = {path.stem: " ".join(path.read_text().split()) for path in paths}
+    assert f"training starts with {SYNCHRONOUS} synchronous updates" in pages["CHANGELOG"]
     assert f"the first {SYNCHRONOUS} updates are synchronous" in pages["choosing"]
     assert f"Method `auto` has {SYNCHRONOUS} such updates" in pages["choosing"]
     assert f"by default the first {SYNCHRONOUS} updates are synchronous" in pages["tutorial"]
