@@ -70,12 +70,13 @@ class Recommendation:
     def as_text(self) -> str:
         """The method in one line."""
         chosen = next((row for row in self.measured if row.M == self.M), None)
-        size = f" of {chosen.size} samples, stage 1 {chosen.delay:g} updates late" if chosen else ""
+        late = f"stage 1 is {chosen.delay:g} update{'s' * (chosen.delay != 1)} late" if chosen else ""
+        size = f" of {chosen.size} samples, {late}" if chosen else ""
         corrector = f", corrector {as_text(self.method.correctors)}" if self.method.correctors else ""
         warmup = "".join(
-            f", {updates} updates of {first.name} before" for first, updates in self.method.staleness_warmup
+            f", after {updates} updates of {first.name}" for first, updates in self.method.staleness_warmup
         )
-        share = f", at most {100 // ONE_IN} % of a run" if self.limited_start else ""
+        share = f" (at most {100 // ONE_IN} % of a run)" if self.limited_start else ""
         return f"{self.method.name}, M={self.M}{size}{corrector}{warmup}{share}"
 
 

@@ -91,8 +91,8 @@ def test_m_is_limited_by_the_measured_time_per_sample():
     assert found.measured[1].seconds == pytest.approx(1.125e-3)
     assert (
         found.as_text()
-        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 300 updates of bp before, at most "
-        "10 % of a run"
+        == "adl-1f1b, M=2 of 32 samples, stage 1 is 5.5 updates late, corrector auto, after 300 updates of bp "
+        "(at most 10 % of a run)"
     )
 
 
@@ -112,7 +112,7 @@ def test_training_begins_synchronously_if_stage_1_is_over_half_an_update_late():
 def test_the_synchronous_start_is_at_most_a_tenth_of_a_run_whose_length_is_known(updates, synchronous):
     found = recommend(12, batch=64, settings={"M": 1}, seconds=refuse, updates=lambda: updates)
     assert [number for _, number in found.method.staleness_warmup] == [synchronous] * bool(synchronous)
-    start = f", {synchronous} updates of bp before" if synchronous else ""
+    start = f", after {synchronous} updates of bp" if synchronous else ""
     assert found.as_text() == f"adl-1f1b, M=1, corrector auto{start}"
 
 

@@ -418,7 +418,7 @@ def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
         [],
     ]
     assert (
-        "- recommended (--method auto) for updates of 16 samples: adl-1f1b, M=4 of 4 samples, stage 1 0.5 updates "
+        "- recommended (--method auto) for updates of 16 samples: adl-1f1b, M=4 of 4 samples, stage 1 is 0.5 updates "
         "late, corrector auto" in said
     )
     assert correctors_shown(said) == RECOMMENDED
