@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from network_prediction import MeasuredCosts, predicted
 from network_relay import LOOPBACK, Profile
-from network_rows import NetworkRow
+from network_rows import INNER_STEPS, M, NetworkRow
 from page import RECORDS, Picture, Record, point, prose, records, source
 
 from offbeat.report.formatting import markdown, ranged
@@ -335,12 +335,12 @@ def section() -> list[str]:
         prose(
             "`benchmarks/network.py`: every worker is a process with one core on a host of its own (a network",
             "namespace), and a relay gives the line between every two hosts a rate and a delay, each way. All rows",
-            "have the same samples per update: DDP divides them among the workers (with accumulation, in 4",
-            "micro-batches), synchronous pipelines split them into m micro-batches, late methods into M=4 batches.",
-            "Local SGD averages weights every 50 updates, which is another algorithm, and compressed messages change",
-            "what is computed: they are shown, and not counted among the fastest. No accuracy is measured here.",
-            "Predictions are from times of the stages without messages, sizes of messages, and the rate and delay of",
-            "the line (`benchmarks/network_prediction.py`).",
+            f"have the same samples per update: DDP divides them among the workers (with accumulation, in {M}",
+            f"micro-batches), synchronous pipelines split them into m micro-batches, late methods into M={M} batches.",
+            f"Local SGD averages weights every {INNER_STEPS} updates, which is another algorithm, and compressed",
+            "messages change what is computed: they are shown, and not counted among the fastest. No accuracy is",
+            "measured here. Predictions are from times of the stages without messages, sizes of messages, and the",
+            "rate and delay of the line (`benchmarks/network_prediction.py`).",
         ),
         "",
     ]
