@@ -135,7 +135,7 @@ def test_the_ratios_of_the_readmes_times_are_how_many_times_as_fast_adl_is():
         )
 
 
-def test_the_first_page_has_the_largest_difference_of_what_is_recommended_for_the_gpt(copied):
+def test_the_first_page_has_the_largest_difference_of_the_recommended_rows(copied):
     """It had chosen rows, of which none was the largest any more."""
     record = copied / "docs/results/reproduction-gpt-starts.json"
     name = "nadam-adl-1f1b-k12-m16-corrected-warmup-double-rate"

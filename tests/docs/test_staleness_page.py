@@ -158,7 +158,7 @@ def test_rows_without_the_learning_rate_of_the_best_bp_say_so(site):
     assert recommended[2:] == ["+0.110 (other rate, no start)", "+0.163", "+0.350 (other rate, no start)"]
 
 
-def test_of_several_synchronous_starts_the_one_closest_to_that_of_method_auto_counts(site):
+def test_of_several_synchronous_starts_the_one_closest_to_that_of_auto_counts(site):
     """Of 300 updates method auto has 30; starts of 150 updates are not what is recommended."""
     losses = {BP: 2.0, M16: 2.01, M4: 2.125, M1: 2.25, PLAIN: 2.5, WARM: 2.0625}
     set_losses(site, **{name.replace("-", "_"): [3.0, 2.5, value] for name, value in losses.items()})
