@@ -8,7 +8,6 @@ been tried, when balance leaves no more than noise to gain, after SECONDS, or be
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
-from offbeat.errors import UserError
-from offbeat.partitioning.solve import Solution, solve
+from offbeat.partitioning.solve import Solution, Solver
 from offbeat.partitioning.timing import Load, Meter, StageTime, Timings, shortest
 
 STEPS, SECONDS = 8, 60.0  # at most, of timing cuts and moving them
@@ -77,10 +75,10 @@ def refine(
     speeds   of the workers of the stages; with `options` as for `solve`
     seconds  time limit; the stages of the first cuts are timed in any case
     """
-    solution = solve(costs, K, speeds=speeds, **options)
+    search = _Search(list(costs), K, meter, M, {**options, "speeds": speeds})
+    solution = search.best()
     if K == 1:
         return Refinement(solution)
-    search = _Search(list(costs), K, meter, M, {**options, "speeds": speeds})
     first = present = solution.cuts
     tried, kept, began = {first}, 0, time.monotonic()
     others: list[Cuts] = []
@@ -102,7 +100,7 @@ def refine(
             present, kept = first, 0
         search.scale(found, last=present)
     return Refinement(
-        replace(search.solution(present, checked=False), times=tuple(found[present].loads)),
+        replace(search.solution(present), times=tuple(found[present].loads)),
         found[first].balance if first in found else found[present].balance,
         found[present].balance,
         len(tried) - 1,
@@ -132,15 +130,18 @@ class _Search:
 
     def __init__(self, costs: list[float], K: int, meter: Meter, M: int, options: dict[str, Any]) -> None:
         self.costs, self.K, self.meter, self.M, self.options = costs, K, meter, M, options
+        self.solver = Solver(len(costs), K, **options)
         self.speeds: Sequence[float] = options["speeds"] or [1.0] * K
         legal: Collection[int] | None = options.get("legal")
         self.legal = sorted(range(1, len(costs)) if legal is None else legal)
 
-    def solution(self, cuts: Cuts, *, checked: bool = True) -> Solution:
-        """These cuts, by the costs of the units; UserError where they do not fit the memory, unless `checked` before,
-        which leaves out what the stages keep."""
-        given = {**self.options, "pinned": cuts}
-        return solve(self.costs, self.K, **(given | {"memory": None} if checked else given))
+    def best(self) -> Solution:
+        """The best cuts, by the costs of the units; UserError where memory permits none."""
+        return self.solver.solve(self.costs)
+
+    def solution(self, cuts: Cuts) -> Solution:
+        """These cuts, by the costs of the units."""
+        return self.solver.with_cuts(self.costs, cuts)
 
     def time(self, several: Sequence[Cuts]) -> dict[Cuts, _StageLoads]:
         """The loads of the stages between each of the cuts, timed in the same rounds."""
@@ -169,9 +170,10 @@ class _Search:
     def alternatives(self, present: Cuts, tried: Collection[Cuts]) -> list[Cuts]:
         """Cuts that have not been tried: the best by the units, where they promise a faster slowest stage, and those
         that move one unit out of the slowest stage."""
-        now, best = self.solution(present), solve(self.costs, self.K, **self.options)
+        now = self.solution(present)
         if now.balance > 1 - WORTHWHILE:
             return []
+        best = self.best()
         found = [best.cuts] if best.bottleneck < (1 - WORTHWHILE) * now.bottleneck else []
         found += self._neighbours(now)
         return [cuts for cuts in dict.fromkeys(found) if cuts not in tried]
@@ -184,9 +186,8 @@ class _Search:
                 continue
             target = self.legal.index(now.cuts[place]) + step
             moved = (*now.cuts[:place], self.legal[target % len(self.legal)], *now.cuts[place + 1 :])
-            if all(a < b for a, b in pairwise(moved)) and 0 <= target < len(self.legal):
-                with contextlib.suppress(UserError):  # memory
-                    yield self.solution(moved, checked=False).cuts
+            if all(a < b for a, b in pairwise(moved)) and 0 <= target < len(self.legal) and self.solver.fits(moved):
+                yield moved
 
 
 def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:

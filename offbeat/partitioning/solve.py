@@ -4,15 +4,12 @@ Stage k covers the units a, ..., b-1 between two cuts (a cut c is before unit c)
 
     time(k, a, b) = (P[b] - P[a]) / speed_k + exposed_above[a] + exposed_below[b] = X_k[b] - Y_k[a]
 
-with P the prefix sums of the costs. For a given limit, whether K stages can all keep to it is a dynamic programme over
-(k, position). Because X and Y are separate, position b ends a stage k within the limit exactly if
-X_k[b] - max Y_k[a] <= limit, the maximum taken over the starts a from which stage k may reach b; and a rounded
-difference x - y never grows with y, so this holds to the last bit of the numbers as computed. What forbids a start
-(memory, a pinned cut in between) forbids every earlier one as well, so the starts form a window whose lower edge
-moves up with b, and each maximum is a range maximum. Only a window of positions is looked at for each k: the furthest
-that k stages can reach, and the earliest from which the others can reach the end, as if every end had the smallest X
-from there on and every start the largest Y up to there. A search with the times of partitions that were found on the
-way then ends at the smallest limit itself, not one close to it.
+with P the prefix sums of the costs. The time of the slowest stage is a dynamic programme over (k, position), and only a
+window of positions is looked at for each k: from the earliest from which the other stages can reach the end within a
+limit to the furthest that k stages can reach, as if every end had the smallest X from there on and every start the
+largest Y up to there. A rounded difference x - y never grows with y, so that this excludes nothing, to the last bit.
+Bisection finds a limit that leaves windows, though hardly a smaller one would. The best partition within them has the
+smallest time itself, not one close to it; with that as the limit, a second pass finds the smallest sum of squares.
 
 Times and memory are float64: exact for whole numbers (FLOPs, bytes) up to 2**53 and speeds that are powers of two.
 """
@@ -22,7 +19,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,13 +29,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.errors import UserError
 
-Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
 Exposed = Sequence[float] | Callable[[int], float]
 
 COARSE = 1 / 128  # of a limit: how close the search comes by windows alone
 BLOCK = 64  # starts tried at once: their table of times stays in the cache
+NOT_AFTER = np.tri(BLOCK, dtype=bool)  # [start, end] of the same positions: the end is not after the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +101,16 @@ class Solution:
         return sum(self.times) / len(self.times)
 
 
-class _Times:
-    """Times of stages on workers of the same speed: ends - starts, over the positions 0..n, which are the legal cuts.
+class _Differences:
+    """What stages from a to b take or keep: ends[b] - starts[a], over the positions 0..n, which are the legal cuts.
 
     least, most   the smallest of the ends from a position on, and the largest of the starts up to it
     """
 
     def __init__(self, ends: Floats, starts: Floats) -> None:
         self.ends, self.starts = ends, starts
-        self.free = bool((ends == starts).all())  # of what a cut adds
-        self.least: list[float] = np.minimum.accumulate(ends[::-1])[::-1].tolist()
-        self.most: list[float] = np.maximum.accumulate(starts).tolist()
+        self.least = np.minimum.accumulate(ends[::-1])[::-1].data  # bisected faster than an array
+        self.most = np.maximum.accumulate(starts).data
 
     def furthest(self, start: int, limit: float) -> int:
         """No stage within the limit that starts at this position or before ends after that position."""
@@ -135,51 +132,66 @@ class _Times:
             place = bisect.bisect_left(self.most, self.most[place - 1], 0, place)
         return place
 
+    def between(self, starts: slice, ends: slice) -> Floats:
+        """Those of the stages [start, end]."""
+        found: Floats = self.ends[ends] - self.starts[starts, None]
+        return found
 
-class _Held(NamedTuple):
-    """Memory of a stage: ends - starts, at most `limit`."""
 
-    ends: Floats
-    starts: Floats
-    limit: float
+class _Pins(NamedTuple):
+    """Of each position the last pinned cut below it, or 0, and the first one above it, or n: no stage goes across."""
+
+    below: Places
+    above: Places
+
+    @classmethod
+    def of(cls, at: Places, pinned: Collection[int]) -> _Pins:
+        edges, places = np.searchsorted(at, sorted({0, *pinned, int(at[-1])})), np.arange(len(at))
+        below = np.searchsorted(edges, places) - 1
+        above = np.searchsorted(edges, places, side="right")
+        return cls(edges[np.maximum(below, 0)], edges[np.minimum(above, len(edges) - 1)])
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage run in one way.
+    """A stage run in one way; `held` is what it keeps, at most `most`."""
 
-    first   a lower bound on the starts of each end, which never falls; where `held` is None all from there on fit
-    held    for a stage whose starts that fit are not all from some position on
-    """
-
-    times: _Times
-    first: Places
-    held: _Held | None = None
-
-    def fits(self, ends: Places, starts: Places) -> Bools:
-        """Which starts [end, start] a stage may have, whatever its time."""
-        column = ends[:, None]
-        may = (starts < column) & (starts >= self.first[column])
-        if self.held is not None:
-            may &= self.held.ends[column] - self.held.starts[starts] <= self.held.limit
-        return may
+    times: _Differences
+    pins: _Pins
+    held: _Differences | None = None
+    most: float = math.inf
 
     def furthest(self, start: int, limit: float) -> int:
         """No stage within the limit that starts at this position or before ends after that position."""
-        return min(self.times.furthest(start, limit), int(self.first.searchsorted(start, side="right")) - 1)
+        end = min(self.times.furthest(start, limit), self.pins.above.item(start))
+        return end if self.held is None else min(end, self.held.furthest(start, self.most))
 
     def earliest(self, end: int, limit: float) -> int:
         """No stage within the limit that ends at this position or after starts before that position."""
-        return max(self.times.earliest(end, limit), int(self.first[end]))
+        start = max(self.times.earliest(end, limit), self.pins.below.item(end))
+        return start if self.held is None else max(start, self.held.earliest(end, self.most))
 
-    def seconds(self, ends: Places, starts: Places) -> Floats:
-        """Times [end, start]; infinite where they do not fit."""
-        return np.where(self.fits(ends, starts), self.times.ends[ends[:, None]] - self.times.starts[starts], np.inf)
+    def blocks(self, starts: slice, ends: slice, limit: float) -> Iterator[tuple[slice, slice, Floats]]:
+        """Times [start, end] for a few starts at once, infinite where a stage may not be whatever its time; with the
+        places of these starts, and of the ends that they may reach within the limit."""
+        for low in range(starts.start, starts.stop, BLOCK):
+            high = min(low + BLOCK, starts.stop)
+            left, right = max(low + 1, ends.start), min(self.furthest(high - 1, limit) + 1, ends.stop)
+            if left < right:
+                places = slice(low - starts.start, high - starts.start), slice(left - ends.start, right - ends.start)
+                yield *places, self._seconds(slice(low, high), slice(left, right))
 
-    def within(self, limit: float, ends: Places, starts: Places) -> Bools:
-        """Which starts [end, start] fit and keep to the limit."""
-        quick: Bools = self.times.ends[ends[:, None]] - self.times.starts[starts] <= limit
-        return quick & self.fits(ends, starts)
+    def _seconds(self, starts: slice, ends: slice) -> Floats:
+        times = self.times.between(starts, ends)
+        if (both := starts.stop - ends.start) > 0:  # positions that are starts and ends
+            corner = times[-both:, :both]
+            corner[NOT_AFTER[:both, : corner.shape[1]]] = np.inf
+        first = self.pins.below[ends]
+        if first[-1] > starts.start:
+            times[np.arange(starts.start, starts.stop)[:, None] < first] = np.inf
+        if self.held is not None:
+            times[self.held.between(starts, ends) > self.most] = np.inf
+        return times
 
 
 def solve(
@@ -212,31 +224,100 @@ def solve(
     ((4, 8), (4.0, 4.0, 4.0), 1.0)
     """
     work = _numbers("costs", costs)
-    count = len(work)
-    at = _positions(count, K, pinned, legal)
-    pace = _speeds(speeds, K)
-    below = _at_cuts("exposed_below", exposed_below, at, count)
-    above = _at_cuts("exposed_above", exposed_above, at, count)
-    prefix = _prefix(work)[at]
-    pins = _last_pin(at, pinned)
-    kept = None if memory is None else _Kept.of(memory, at, K)
-    by_speed = {speed: _Times(prefix / speed + below, prefix / speed - above) for speed in set(pace.tolist())}
-    stages = _stages([by_speed[speed] for speed in pace.tolist()], pins, kept)
-    edges = _best_edges(stages, np.searchsorted(at, [0, *sorted(set(pinned)), count]).tolist())
-    if edges is None:
-        assert kept is not None  # pins and legal cuts alone, once checked, always leave a partition
-        raise _too_little(kept, pins)
-    spans = list(zip(stages, itertools.pairwise(edges), strict=True))
-    pieces = np.diff(prefix)
-    largest = int(pieces.argmax())
-    return Solution(
-        cuts=tuple(at[edges[1:-1]].tolist()),
-        times=tuple(float(stage.times.ends[b] - stage.times.starts[a]) for stage, (a, b) in spans),
-        memory=None if kept is None else kept.of_stages(edges),
-        costs=tuple(work.tolist()),
-        largest=(int(at[largest]), int(at[largest + 1])),
-        unit_bound=float(pieces[largest] / pace.max()),
-    )
+    return Solver(
+        len(work),
+        K,
+        speeds=speeds,
+        exposed_below=exposed_below,
+        exposed_above=exposed_above,
+        memory=memory,
+        pinned=pinned,
+        legal=legal,
+    ).solve(work)
+
+
+class Solver:
+    """`solve` for several costs of as many units, with everything else prepared once.
+
+    >>> solver = Solver(6, 3)
+    >>> solver.solve([4, 1, 1, 1, 4, 1]).cuts, solver.with_cuts([4, 1, 1, 1, 4, 1], (2, 3)).times
+    ((1, 4), (5.0, 1.0, 6.0))
+    """
+
+    def __init__(
+        self,
+        count: int,
+        K: int,
+        *,
+        speeds: Sequence[float] | None = None,
+        exposed_below: Exposed | None = None,
+        exposed_above: Exposed | None = None,
+        memory: Memory | None = None,
+        pinned: Collection[int] = (),
+        legal: Collection[int] | None = None,
+    ) -> None:
+        self._count = count
+        self._at = _positions(count, K, pinned, legal)
+        self._pace = _speeds(speeds, K)
+        self._below = _at_cuts("exposed_below", exposed_below, self._at, count)
+        self._above = _at_cuts("exposed_above", exposed_above, self._at, count)
+        self._pinned, self._pins = sorted(set(pinned)), _Pins.of(self._at, pinned)
+        self._kept = None if memory is None else _Kept.of(memory, self._at, K)
+        self._held = [] if self._kept is None else self._kept.held()
+
+    def solve(self, costs: Sequence[float] | Floats) -> Solution:
+        """The best cuts; UserError where memory permits none."""
+        stages = self.stages(costs)
+        if len(self._pinned) == len(stages) - 1:  # nothing to choose
+            edges = self._edges(self._pinned) if self.fits(self._pinned) else None
+        else:
+            limit = _smallest_limit([stages])
+            edges = None if limit is None else _smoothest(stages, limit)
+        if edges is None:
+            assert self._kept is not None  # pins and legal cuts alone, once checked, always leave a partition
+            raise _too_little(self._kept, self._pins)
+        return self._solution(costs, stages, edges)
+
+    def with_cuts(self, costs: Sequence[float] | Floats, cuts: Sequence[int]) -> Solution:
+        """These cuts, whether or not the stages fit the memory."""
+        return self._solution(costs, self.stages(costs), self._edges(cuts))
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        """Whether the stages between these cuts fit the memory."""
+        spans = itertools.pairwise(self._edges(cuts))
+        each = zip(self._held, spans, strict=False)  # without a memory limit there are none
+        return all(held.ends[b] - held.starts[a] <= limit for (held, limit), (a, b) in each)
+
+    def stages(self, costs: Sequence[float] | Floats) -> list[_Stage]:
+        """The stages with these costs, for the search."""
+        prefix, pace = self._prefix(costs), self._pace.tolist()
+        by_speed = {
+            speed: _Differences(prefix / speed + self._below, prefix / speed - self._above) for speed in set(pace)
+        }
+        held: Sequence[tuple[_Differences | None, float]] = self._held or [(None, math.inf)] * len(pace)
+        return [_Stage(by_speed[speed], self._pins, *each) for speed, each in zip(pace, held, strict=True)]
+
+    def _prefix(self, costs: Sequence[float] | Floats) -> Floats:
+        prefix: Floats = _prefix(_numbers("costs", costs, self._count))[self._at]
+        return prefix
+
+    def _edges(self, cuts: Sequence[int]) -> list[int]:
+        """The positions of these cuts, with those of both ends."""
+        edges: list[int] = np.searchsorted(self._at, [0, *cuts, self._count]).tolist()
+        return edges
+
+    def _solution(self, costs: Sequence[float] | Floats, stages: Sequence[_Stage], edges: list[int]) -> Solution:
+        at, pieces = self._at, np.diff(self._prefix(costs))
+        largest = int(pieces.argmax())
+        spans = zip(stages, itertools.pairwise(edges), strict=True)
+        return Solution(
+            cuts=tuple(at[edges[1:-1]].tolist()),
+            times=tuple(float(stage.times.ends[b] - stage.times.starts[a]) for stage, (a, b) in spans),
+            memory=None if self._kept is None else self._kept.of_stages(edges),
+            costs=tuple(map(float, costs)),
+            largest=(int(at[largest]), int(at[largest + 1])),
+            unit_bound=float(pieces[largest] / self._pace.max()),
+        )
 
 
 class Way(NamedTuple):
@@ -277,29 +358,17 @@ def fastest_changed(
     Changed(stages=(), without=1.0666666666666667)
     """
     work = _numbers("costs", costs)
-    at = _positions(len(work), K, pinned, legal)
-    prefix, pins = _prefix(work)[at], _last_pin(at, pinned)
-    ways = []
-    for memory, speeds in (plain, changed):
-        pace = _speeds(speeds, K).tolist()
-        by_speed = {speed: _Times(prefix / speed, prefix / speed) for speed in set(pace)}
-        ways.append(_stages([by_speed[speed] for speed in pace], pins, _Kept.of(memory, at, K)))
+    ways = [
+        Solver(len(work), K, speeds=speeds, memory=memory, pinned=pinned, legal=legal).stages(work)
+        for memory, speeds in (plain, changed)
+    ]
     limit = _smallest_limit(ways)
     if limit is None:
         return None
     alone = _smallest_limit(ways[:1])
     without = np.inf if alone is None else alone / limit if limit else 1.0
     enough = alone is not None and without <= within
-    return Changed(() if enough else _fewest(ways, limit * within), float(without))
-
-
-def _stages(times: Sequence[_Times], pins: Places, kept: _Kept | None) -> list[_Stage]:
-    if kept is None:
-        return [_Stage(each, pins) for each in times]
-    return [
-        _Stage(each, np.maximum(pins, first), held)
-        for each, first, held in zip(times, kept.first(), kept.held(), strict=True)
-    ]
+    return Changed(() if enough else _fewest(ways, min(limit * within, sys.float_info.max)), float(without))
 
 
 def _fewest(ways: Sequence[Sequence[_Stage]], limit: float) -> tuple[int, ...]:
@@ -307,22 +376,25 @@ def _fewest(ways: Sequence[Sequence[_Stage]], limit: float) -> tuple[int, ...]:
     windows = _windows(ways, limit)
     assert windows is not None
     fewest = [np.zeros(1)]  # for k = 0..K: changed stages of k that end at a position of the window
-    for k, (before, here) in enumerate(itertools.pairwise(windows)):
-        found = [
-            np.where(way[k].within(limit, here, before), fewest[-1] + cost, np.inf) for cost, way in enumerate(ways)
-        ]
-        fewest.append(np.minimum(*(each.min(axis=1) for each in found)))
+    for k, (starts, ends) in enumerate(itertools.pairwise(windows)):
+        found = np.full(ends.stop - ends.start, np.inf)
+        for cost, way in enumerate(ways):
+            for rows, columns, seconds in way[k].blocks(starts, ends, limit):
+                changed = np.where(seconds <= limit, fewest[-1][rows, None] + cost, np.inf)
+                found[columns] = np.minimum(found[columns], changed.min(axis=0))
+        fewest.append(found)
     stages: list[int] = []
-    end = windows[-1]
+    end = windows[-1].start
     for k in reversed(range(len(windows) - 1)):
-        least = fewest[k + 1][end[0] - windows[k + 1][0]]
+        least = fewest[k + 1][end - windows[k + 1].start]
         cost, place = next(
             (cost, int(place))
             for cost, way in enumerate(ways)
-            for place in np.flatnonzero(way[k].within(limit, end, windows[k])[0])
+            for rows, _, seconds in way[k].blocks(windows[k], slice(end, end + 1), limit)
+            for place in rows.start + np.flatnonzero(seconds <= limit)
             if fewest[k][place] + cost == least
         )
-        end = windows[k][place : place + 1]
+        end = windows[k].start + place
         stages += [k + 1] * cost
     return tuple(reversed(stages))
 
@@ -330,145 +402,70 @@ def _fewest(ways: Sequence[Sequence[_Stage]], limit: float) -> tuple[int, ...]:
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def _best_edges(stages: Sequence[_Stage], pinned: list[int]) -> list[int] | None:
-    """Edges 0, cuts, n of the best partition; None where none fits. `pinned` are the edges that are given."""
-    if len(pinned) == len(stages) + 1:  # nothing to choose
-        each = zip(stages, *np.array([pinned[1:], pinned[:-1]])[..., None], strict=True)
-        return pinned if all(stage.fits(end, start).item() for stage, end, start in each) else None
-    limit = _smallest_limit([stages])
-    return None if limit is None else _smoothest(stages, limit)
-
-
 def _smallest_limit(ways: Sequence[Sequence[_Stage]]) -> float | None:
     """The time of the slowest stage of the best partition, each stage in the best way; None where there is none."""
     every = {stage.times for way in ways for stage in way}
     most = max(float(times.ends.max() - times.starts.min()) for times in every)
-    low, limit = 0.0, most
-    if _windows(ways, low) is not None:
-        limit = low
-    while limit - low > COARSE * limit:  # `low` is impossible
+    low = _even(ways)
+    limit = next(limit for limit in _growing(low, most) if limit == most or _windows(ways, limit) is not None)
+    while limit - low > COARSE * limit:
         middle = low + (limit - low) / 2
         low, limit = (middle, limit) if _windows(ways, middle) is None else (low, middle)
-    step = COARSE * (limit or most)
-    while (high := _faster(ways, limit)) is None:
-        if limit >= most:
-            return None
-        low, limit, step = limit, min(most, limit + step), 2 * step
-    while (found := _faster(ways, math.nextafter(high, -math.inf))) is not None:
-        high = found
-        middle = low + (high - low) / 2
-        if low < middle < high:
-            found = _faster(ways, middle)
-            low, high = (middle, high) if found is None else (low, found)
-    return high
+    return next((time for limit in _growing(limit, most) if (time := _slowest(ways, limit)) is not None), None)
 
 
-def _faster(ways: Sequence[Sequence[_Stage]], limit: float) -> float | None:
-    """The time of the slowest stage of a partition within the limit; None where there is none."""
+def _even(ways: Sequence[Sequence[_Stage]]) -> float:
+    """The time of each stage if units could be cut anywhere."""
+    whole = [
+        min(float(stage.times.ends[-1] - stage.times.starts[0]) for stage in each) for each in zip(*ways, strict=True)
+    ]
+    return 1 / sum(1 / seconds for seconds in whole) if all(whole) else 0.0
+
+
+def _growing(first: float, most: float) -> Iterator[float]:
+    """Limits from the first one on, further and further apart, and `most`."""
+    step = COARSE * (first or most)
+    while first < most:
+        yield first
+        first, step = first + step, 2 * step
+    yield most
+
+
+def _slowest(ways: Sequence[Sequence[_Stage]], limit: float) -> float | None:
+    """The time of the slowest stage of the best partition, if that is within the limit; otherwise None."""
     windows = _windows(ways, limit)
     if windows is None:
         return None
-    if _alike(ways):
-        furthest = [int(window[-1]) for window in windows]
-        times = ways[0][0].times
-        return max(float(times.ends[end] - times.starts[start]) for start, end in itertools.pairwise(furthest))
-    reached = _reachable(ways, windows, limit)
-    if not len(reached[-1]):
-        return None
-    slowest, end = 0.0, windows[-1]
-    for k in reversed(range(len(ways[0]))):
-        seconds = [way[k].seconds(end, reached[k])[0] for way in ways]
-        best = min(seconds, key=lambda each: float(each.min()))
-        slowest = max(slowest, float(best.min()))
-        end = reached[k][best.argmin()][None]
-    return slowest
+    slowest = np.zeros(1)  # from a position of the window to the end
+    spans = itertools.pairwise(windows)
+    for each, (starts, ends) in reversed(list(zip(zip(*ways, strict=True), spans, strict=True))):
+        found = np.full(starts.stop - starts.start, np.inf)
+        for stage in each:
+            for rows, columns, seconds in stage.blocks(starts, ends, limit):
+                np.maximum(seconds, slowest[columns], out=seconds)
+                best = seconds[np.arange(len(seconds)), seconds.argmin(axis=1)]  # min takes longer
+                found[rows] = np.minimum(found[rows], best)
+        slowest = found
+    return float(slowest[0]) if slowest[0] <= limit else None
 
 
-def _alike(ways: Sequence[Sequence[_Stage]]) -> bool:
-    """Whether each stage may as well reach as far as it can: a stage that is cut once more stays within the limit."""
-    first = ways[0][0]
-    same = len(ways) == 1 and all(stage.times is first.times and stage.held is None for stage in ways[0])
-    return same and first.times.free and not any(stage.first.any() for stage in ways[0])
-
-
-def _windows(ways: Sequence[Sequence[_Stage]], limit: float) -> list[Places] | None:
+def _windows(ways: Sequence[Sequence[_Stage]], limit: float) -> list[slice] | None:
     """For k = 0..K, the positions from the earliest to the furthest that k stages can end at, the others above them, if
     all keep to the limit; None if that leaves none."""
-    K, last = len(ways[0]), len(ways[0][0].first) - 1
+    K, last = len(ways[0]), len(ways[0][0].times.ends) - 1
     furthest, earliest = [0], [last]
     for k in range(K):
-        reach = max(way[k].furthest(furthest[-1], limit) for way in ways)
+        reach = max([way[k].furthest(furthest[-1], limit) for way in ways])
         furthest.append(min(reach, last - (K - 1 - k)))
     if furthest[-1] < last:
         return None
     for k in reversed(range(K)):
-        reach = min(way[k].earliest(earliest[-1], limit) for way in ways)
+        reach = min([way[k].earliest(earliest[-1], limit) for way in ways])
         earliest.append(max(min(reach, earliest[-1] - 1), k))
     earliest.reverse()
     if any(low > high for low, high in zip(earliest, furthest, strict=True)):
         return None
-    positions = np.arange(last + 1)
-    return [positions[low : high + 1] for low, high in zip(earliest, furthest, strict=True)]
-
-
-def _reachable(ways: Sequence[Sequence[_Stage]], windows: Sequence[Places], limit: float) -> list[Places]:
-    """For k = 0..K, the positions of a window that k stages within the limit can end at, each in one of the ways."""
-    reached = [windows[0]]
-    for k, (before, here) in enumerate(itertools.pairwise(windows)):
-        ended = np.zeros(len(here), bool)
-        for way in ways:
-            ended |= way[k].times.ends[here] - _best_start(way[k], reached[-1], before, here) <= limit
-        reached.append(here[ended])
-    return reached
-
-
-def _best_start(stage: _Stage, starts: Places, before: Places, ends: Places) -> Floats:
-    """For every end the largest Y of the starts, positions of the window before, that it may have; -inf without one.
-
-    Y mostly grows, so that it is the largest of all starts below the end; only where that one may not be is there more
-    to look at.
-    """
-    low, size = before[0], len(before)
-    values = np.full(size, -np.inf)
-    values[starts - low] = stage.times.starts[starts]
-    left, right = np.maximum(stage.first[ends] - low, 0), np.minimum(ends - low, size)
-    highest = np.maximum.accumulate(values)
-    place = np.maximum.accumulate(np.where(values == highest, np.arange(size), 0))[right - 1]  # the last of equals
-    best: Floats = highest[right - 1]  # a window begins before the next one
-    barred = place < left
-    if stage.held is not None:
-        barred |= stage.held.ends[ends] - stage.held.starts[place + low] > stage.held.limit
-    rows = np.flatnonzero(barred & (best > -np.inf))
-    if stage.held is None and len(rows):
-        best[rows] = _window_max(values, left[rows], right[rows])
-    elif len(rows):
-        best[rows] = _best_fitting(stage, starts, ends[rows])
-    return best
-
-
-def _best_fitting(stage: _Stage, starts: Places, ends: Places) -> Floats:
-    """The same by trying all starts."""
-    best = np.full(len(ends), -np.inf)
-    for top in range(0, len(ends), BLOCK):
-        rows = ends[top : top + BLOCK]
-        near = starts[slice(*np.searchsorted(starts, [stage.first[rows[0]], rows[-1]]))]
-        if len(near):
-            found = np.where(stage.fits(rows, near), stage.times.starts[near], -np.inf)
-            best[top : top + BLOCK] = found.max(axis=1)
-    return best
-
-
-def _window_max(values: Floats, left: Places, right: Places) -> Floats:
-    """The maximum of values[left:right] for each pair, -inf where that is empty; a table of powers of two."""
-    width = right - left
-    level = np.frexp(np.maximum(width, 1))[1] - 1  # the largest power of two that fits
-    table = np.full((int(level.max()) + 1, len(values)), -np.inf)
-    table[0] = values
-    for j in range(1, len(table)):
-        half = 1 << (j - 1)
-        np.maximum(table[j - 1, :-half], table[j - 1, half:], out=table[j, :-half])
-    last = np.maximum(right - (1 << level), 0)
-    return np.where(width > 0, np.maximum(table[level, np.minimum(left, len(values) - 1)], table[level, last]), -np.inf)
+    return [slice(low, high + 1) for low, high in zip(earliest, furthest, strict=True)]
 
 
 def _smoothest(stages: Sequence[_Stage], limit: float) -> list[int]:
@@ -476,47 +473,25 @@ def _smoothest(stages: Sequence[_Stage], limit: float) -> list[int]:
 
     From the last stage to the first, so that of equal sums the earliest first cut wins, then the earliest second.
     """
-    size = len(stages[0].first)
     windows = _windows([stages], limit)
     assert windows is not None
-    reached = _reachable([stages], windows, limit)
-    rest = np.where(np.arange(size) == size - 1, 0.0, np.inf)  # the smallest sum from a position to the end
+    rest = np.zeros(1)  # the smallest sum from a position of the window to the end
     next_cut = []
-    for stage, starts in zip(reversed(stages), reversed(reached[:-1]), strict=True):
-        rest, choice = _best_ends(stage, starts, rest, limit)
-        next_cut.append(choice)
+    for stage, (starts, ends) in reversed(list(zip(stages, itertools.pairwise(windows), strict=True))):
+        total, choice = np.full(starts.stop - starts.start, np.inf), np.zeros(starts.stop - starts.start, np.intp)
+        for rows, columns, seconds in stage.blocks(starts, ends, limit):
+            seconds[seconds > limit] = np.inf
+            np.multiply(seconds, seconds, out=seconds)
+            seconds += rest[columns]
+            best = seconds.argmin(axis=1)
+            total[rows] = seconds[np.arange(len(best)), best]
+            choice[rows] = best + ends.start + columns.start
+        rest = total
+        next_cut.append((starts.start, choice))
     edges = [0]
-    for choice in reversed(next_cut):
-        edges.append(int(choice[edges[-1]]))
+    for start, choice in reversed(next_cut):
+        edges.append(int(choice[edges[-1] - start]))
     return edges
-
-
-def _best_ends(stage: _Stage, starts: Places, rest: Floats, limit: float) -> tuple[Floats, Places]:
-    """For every start of a stage: the smallest sum of squares from there on, and the end of the stage that gives it."""
-    ends = np.flatnonzero(np.isfinite(rest))
-    x, y, rest_there = stage.times.ends[ends], stage.times.starts[starts], rest[ends]
-    begin = np.searchsorted(ends, starts, side="right")
-    stop = np.searchsorted(stage.first[ends], starts, side="right")  # `first` never falls
-    from_here_on = np.minimum.accumulate(x[::-1])[::-1]
-    total, choice = np.full(len(rest), np.inf), np.zeros(len(rest), np.intp)
-    for top in range(0, len(starts), BLOCK):
-        rows = slice(top, top + BLOCK)
-        left = begin[rows][0]
-        right = min(stop[rows][-1], np.searchsorted(from_here_on - y[rows].max(), limit, side="right"))
-        if left >= right:
-            continue
-        times = x[left:right] - y[rows, None]
-        column = np.arange(left, right)
-        barred = (times > limit) | (column < begin[rows, None]) | (column >= stop[rows, None])
-        if stage.held is not None:
-            barred |= ~stage.fits(ends[left:right], starts[rows]).T
-        np.multiply(times, times, out=times)
-        times += rest_there[left:right]
-        times[barred] = np.inf
-        best = times.argmin(axis=1)
-        total[starts[rows]] = times[np.arange(len(best)), best]
-        choice[starts[rows]] = ends[left + best]
-    return total, choice
 
 
 # --- what is given ------------------------------------------------------------------------------------------------
@@ -557,16 +532,10 @@ class _Kept:
         ]
         return cls(sums, starts, limits, alike, memory.in_bytes)
 
-    def first(self) -> list[Places]:
-        """Of each stage and end, the lowest start that may fit (the end itself where none does), without inputs."""
-        return [_lowest_start(sums, limit) for sums, limit in zip(self.sums, self.limits, strict=True)]
-
-    def held(self) -> list[_Held | None]:
-        """For a stage that holds inputs, what decides which starts fit: more units may, if their input is smaller."""
-        return [
-            None if starts is sums else _Held(sums, starts, limit)
-            for sums, starts, limit in zip(self.sums, self.starts, self.limits.tolist(), strict=True)
-        ]
+    def held(self) -> list[tuple[_Differences, float]]:
+        """The memory of each stage, and its limit."""
+        each = zip(self.sums, self.starts, self.limits.tolist(), strict=True)
+        return [(_Differences(sums, starts), limit) for sums, starts, limit in each]
 
     def of_stages(self, edges: Sequence[int]) -> tuple[float, ...]:
         """What the stages between these positions keep."""
@@ -574,25 +543,12 @@ class _Kept:
         return tuple(float(sums[b] - starts[a]) for sums, starts, (a, b) in each)
 
 
-def _lowest_start(sums: Floats, limit: float) -> Places:
-    """For every b the lowest a with sums[b] - sums[a] <= limit.
-
-    A search for sums[b] - limit rounds differently from the difference that is reported, and is corrected by that.
-    """
-    low = np.minimum(np.searchsorted(sums, sums - limit), np.arange(len(sums)))
-    while (short := sums - sums[low] > limit).any():
-        low = low + short
-    while (enough := (low > 0) & (sums - sums[low - 1] <= limit)).any():
-        low = low - enough
-    return low
-
-
-def _too_little(kept: _Kept, pins: Places) -> UserError:
+def _too_little(kept: _Kept, pins: _Pins) -> UserError:
     """The error for a memory limit that no partition keeps to, with the smallest one that would do."""
     K = len(kept.sums)
     scale = [1.0] * K if kept.alike else kept.limits.tolist()
     each = zip(kept.sums, kept.starts, scale, strict=True)
-    least = _smallest_limit([[_Stage(_Times(sums / by, starts / by), pins) for sums, starts, by in each]])
+    least = _smallest_limit([[_Stage(_Differences(sums / by, starts / by), pins) for sums, starts, by in each]])
     assert least is not None
     shown = _megabytes if kept.in_bytes else _plain
     if kept.alike:
@@ -673,12 +629,6 @@ def _positions(count: int, K: int, pinned: Collection[int], legal: Collection[in
             f"use K={len(set(pinned)) + 1} or more, or pin fewer"
         )
     return np.array([0, *allowed, count], np.intp)
-
-
-def _last_pin(at: Places, pinned: Collection[int]) -> Places:
-    """For every end b, the last pinned cut below it (or 0): a stage must not reach across."""
-    pins = np.searchsorted(at, np.array([0, *sorted(set(pinned))], np.intp))
-    return pins[np.maximum(np.searchsorted(pins, np.arange(len(at)), side="left") - 1, 0)]
 
 
 def _speeds(given: Sequence[float] | None, K: int) -> Floats:
