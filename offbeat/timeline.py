@@ -165,6 +165,20 @@ def period(method: Method, costs: Costs) -> float:
     return _long_run(method, costs) / method.M / method.workers
 
 
+def bounds(method: Method, costs: Costs) -> tuple[float, float]:
+    """The least and the most that `period` can be: both are the period unless it takes long to find.
+
+    >>> from offbeat.methods import ADL
+    >>> bounds(ADL(M=4), Costs([1, 1], [2, 2])), bounds(ADL(M=4), Costs([1, 1], [2, 2], [1, 1]))
+    ((3.0, 3.0), (3.25, 3.25))
+    """
+    loops = None if method.free_running or method.order else _loops(method, costs)
+    if loops is None:
+        seconds = period(method, costs)
+        return seconds, seconds
+    return loops.least / method.workers, loops.most / method.workers
+
+
 def longer_than(method: Method, costs: Costs, seconds: float) -> bool:
     """Whether `period` is longer, which takes less time to find than the period itself."""
     if method.free_running or method.order:
@@ -204,8 +218,10 @@ def _loops(method: Method, costs: Costs) -> _Loops | None:
 
     In a schedule some places along a loop meet more updates and others fewer; on average it is one per M batches, so
     that the period is at least that of a loop with as much of an update. It is the same if M = 1 or if updates take no
-    time. With windows by count all stages update after the same batch, where at most one of them is on a path: the
-    period is at most that of the slowest loop without updates, and the longest update per M batches.
+    time. With windows by count all stages update after the same batch, with aligned ones in the same local iteration.
+    No path comes back to an earlier one, since lags do not increase from stage to stage, so that at most one of these
+    updates is on it: the period is at most that of the slowest loop without updates, and the longest update per M
+    batches.
     """
     if (lags := _plain_lags(method, costs)) is None:
         return None
@@ -234,7 +250,9 @@ def _loops(method: Method, costs: Costs) -> _Loops | None:
     slowest = math.fsum(parts) / int(lags[j] - lags[k] + 1)
     if M == 1 or not update.any():
         return _Loops(slowest, slowest)
-    return _Loops(slowest, most + float(update.max()) / M if method.window == "count" else math.inf)
+    most += float(update.max()) / M
+    bound = method.window == "count" or most > slowest  # of aligned windows it is never taken for the period
+    return _Loops(slowest, most if bound else math.inf)
 
 
 def _plain_lags(method: Method, costs: Costs) -> Places | None:

@@ -24,7 +24,7 @@ from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
 from offbeat.settings import shown
 from offbeat.theory import smallest_M
-from offbeat.timeline import Costs, longer_than, period, speed_up
+from offbeat.timeline import Costs, bounds, longer_than, period, speed_up
 
 FEW = 4  # stages by which the clock measures what a method exposes of a message: more do not change it
 POINTS = 9  # message times at which it does; between them exposure is interpolated
@@ -522,14 +522,19 @@ def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, 
         return Costs(f, b, u, up=hops, down=hops)
 
     def as_fast(fewer: int) -> bool:
-        if sum(work) / fewer > enough:  # not even if they balanced
+        if sum(work) / fewer > AS_FAST * most:  # not even if they balanced
             return False
         exposed = exposure(method, fewer, sum(forward), sum(backward), messages)
         found = solve(work, fewer, legal=costs.legal_cuts, exposed_below=exposed, exposed_above=exposed)
-        return not longer_than(method, timing(found.cuts), enough)
+        fewer_stages = timing(found.cuts)
+        if longer_than(method, fewer_stages, AS_FAST * most):
+            return False
+        if least == most or not longer_than(method, fewer_stages, AS_FAST * least):
+            return True
+        return not longer_than(method, fewer_stages, AS_FAST * period(method, timing(cuts)))
 
-    enough, fewest, too_few = AS_FAST * period(method, timing(cuts)), K, 0
-    trial = K - 1
+    least, most = bounds(method, timing(cuts))
+    fewest, too_few, trial = K, 0, K - 1
     while trial > too_few:
         fewest, too_few = (trial, too_few) if as_fast(trial) else (fewest, trial)
         trial = (fewest + too_few) // 2
