@@ -103,6 +103,35 @@ def test_a_bad_option_is_refused_in_one_line_and_nothing_is_written(offbeat, nam
     check_refused(offbeat, ("train", *base, *arguments), *words)
 
 
+EMPTY_PATHS: dict[str, tuple[str, ...]] = {
+    "train": ("train", *SMALL, "--out", ""),
+    "train with =": ("train", *SMALL, "--out="),
+    "train, resumed": ("train", "--resume", ""),
+    "train, config": ("train", *SMALL, "--config", ""),
+    "compare": ("compare", *SMALL, "--methods", "bp,adl", "--out", ""),
+    "reproduce": ("reproduce", "cifar10-table", "--out", ""),
+    "reproduce, data": ("reproduce", "cifar10-table", "--data", ""),
+    "bench": ("bench", "--model", "mlp", "--out", ""),
+    "bench scaling": ("bench", "scaling", "--model", "mlp", "--out", ""),
+    "plan, profile": ("plan", "--model", "mlp", "--profile", ""),
+    "plan, picture": ("plan", "--model", "mlp", "--picture", ""),
+    "demo": ("demo", "--out", ""),
+    "report": ("report", ".", "--out", ""),
+    "report of": ("report", ""),
+    "checkpoint": ("checkpoint", "verify", ""),
+    "export": ("export", ""),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_PATHS)
+def test_an_empty_path_is_not_the_current_folder(offbeat, name):
+    check_refused(offbeat, EMPTY_PATHS[name], "'': give the name of a file or folder")
+
+
+def test_the_current_folder_is_named_by_a_dot(offbeat, monkeypatch):
+    assert offbeat("train", *SMALL, "--milestones", "", "--out", ".", "--dry-run").code == 0
+
+
 def test_all_that_is_allowed_is_listed_beside_the_nearest_match(offbeat):
     line = check_refused(offbeat, ("train", *SMALL, "--model", "resnet65"))
     assert all(name in line for name in models.names())
