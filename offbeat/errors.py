@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -24,6 +25,18 @@ class UserError(ValueError):
     Traceback (most recent call last):
     offbeat.errors.UserError: M=0 gradients per update: use an integer of at least 1
     """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(shortened(text))
+
+
+def shortened(text: str) -> str:
+    """The text without most digits of very long numbers.
+
+    >>> shortened(f"lr={10**400}: use a finite number")
+    'lr=1000...0000 (401 digits): use a finite number'
+    """
+    return re.sub(r"(?<![\w./])\d{50,}(?![\w/])", lambda it: f"{it[0][:4]}...{it[0][-4:]} ({len(it[0])} digits)", text)
 
 
 class PackageMissing(UserError):
@@ -199,6 +212,11 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
     if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
         equals = "=" if meaning.isidentifier() else " = "
         raise UserError(f"{meaning}{equals}{value!r}: {allowed}")
+
+
+def nonnegative(value: float) -> bool:
+    """Whether the value is finite and at least 0."""
+    return 0 <= value <= sys.float_info.max
 
 
 def attempted(make: Callable[[], Any]) -> dict[str, Any]:

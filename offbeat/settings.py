@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +63,8 @@ class Setting:
             return
         if self.choices:
             raise unknown(self.name, str(value), self.choices)
+        if float in self.kinds and type(value) in (int, float):
+            raise UserError(f"{self.name}={value}: use a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{self.name}={value}: use an integer of at most {LARGEST}")
         raise UserError(f"{self.name}={value!r}: use {self.values}")
@@ -197,7 +199,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is int:
         return type(value) is int and abs(value) <= LARGEST
     if kind is float:
-        return type(value) in (int, float) and abs(value) < math.inf
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if kind == Sequence[int]:
         return isinstance(value, list | tuple) and all(type(part) is int and abs(part) <= LARGEST for part in value)
     if origin is _CALLABLE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -122,7 +123,23 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
             "device=device(type='cpu'): use one of 'cpu', 'cuda'",
         ),
         (lambda: offbeat.make_recipe(method=offbeat.ADL(M=2)), "method is a Method: give its name and settings"),
-        (lambda: offbeat.make_recipe(warmup=10**400), "use a number of at least 0"),
+        (lambda: offbeat.make_recipe(warmup=10**400), "warmup=1000...0000 (401 digits): use a finite number of at"),
+        (lambda: offbeat.make_recipe(lr=float("nan")), "lr=nan: use a finite number of at least 0"),
+        (lambda: offbeat.make_recipe(K=-(10**400)), "K=-1000...0000 (401 digits): use an integer of at least 1"),
+        (lambda: offbeat.make_recipe(speeds=[math.inf]), "use finite numbers above 0"),
+        (lambda: offbeat.ADL(M=10**400), "M=1000...0000 (401 digits): use an integer of at most"),
+        (lambda: offbeat.DNI(lr=10**400), "lr=1000...0000 (401 digits): use a finite number"),
+        (lambda: offbeat.PredSim(beta=math.nan), "beta=nan: use a finite number"),
+        (lambda: offbeat.SpikeCompensation(extra=10**400), "(401 digits): use a finite number of updates from 0 up"),
+        (
+            lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), clip_norm=10**400),
+            "clip_norm=1000...0000 (401 digits): use a number above 0",
+        ),
+        (
+            lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), method="auto", batch=4, latency=math.nan),
+            "latency=nan: use a finite number",
+        ),
+        (lambda: offbeat.train(offbeat.make_recipe(), silence=10**400), "silence=1000...0000 (401 digits): use a"),
         (lambda: offbeat.make_recipe(modle="mlp"), "unknown setting 'modle': did you mean 'model'?"),
         (lambda: offbeat.ADL(N=3), "ADL got an unexpected keyword argument 'N': its settings are M (default 4)"),
         (lambda: offbeat.ADL(4, 5), "ADL too many positional arguments: its settings are M (default 4)"),

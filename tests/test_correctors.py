@@ -140,7 +140,7 @@ BAD = {
     "a sign too much": ("lwp+", "corrector 'lwp+': a name is missing"),
     "only a sign": ("+", "a name is missing"),
     "no number after the colon": ("sc:", "give a number as the delay of sc"),
-    "not a number": ("lwp:nan", "horizon of the weight prediction = nan: use a number of updates from 0 up"),
+    "not a number": ("lwp:nan", "horizon of the weight prediction = nan: use a finite number of updates from 0 up"),
     "a horizon of the past": ("lwp:-3", "horizon"),
     "endless": ("sc:inf", "delay of the spike compensation = inf"),
     "a number that it has no use for": ("spec:2", "spec takes no number"),

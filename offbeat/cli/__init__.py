@@ -27,6 +27,7 @@ from offbeat.errors import (
     ScheduleLength,
     Unbalanced,
     UserError,
+    shortened,
 )
 from offbeat.runs import launch
 
@@ -98,7 +99,7 @@ def fail(error: BaseException, line: str, code: int) -> NoReturn:
     if launch.is_worker():
         launch.leave_error(error)
     else:
-        print("offbeat: " + " ".join(line.split()), file=sys.stderr)
+        print("offbeat: " + " ".join(shortened(line).split()), file=sys.stderr)
     leave(code)
 
 

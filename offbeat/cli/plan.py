@@ -94,7 +94,7 @@ def plan(
     if not (0 <= (latency or 0.0) < float("inf") and (bandwidth is None or bandwidth > 0)):
         costs = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
         options = ", ".join(f"--{name} {value:g}" for name, value in costs.items())
-        raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
+        raise UserError(f"{options}: give finite milliseconds from 0 up, and megabytes per second above 0")
     if memory_limit is not None and not memory_limit > 0:
         raise UserError(f"--memory-limit {memory_limit:g}: give megabytes above 0")
     if max_staleness is not None and not max_staleness >= 0:

@@ -123,8 +123,3 @@ CHANGES = (
     "rate",
     "step",
 )
-
-
-def nonnegative(value: float) -> bool:
-    """Whether the value is finite and at least 0."""
-    return 0 <= value < float("inf")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext, Tensors, nonnegative
+from offbeat.correctors.corrector import Corrector, StageContext, Tensors
 from offbeat.correctors.optimizer import kept_tensors
 from offbeat.correctors.optimizer_rules import as_given, as_real
-from offbeat.errors import UserError, number
+from offbeat.errors import UserError, nonnegative, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class DelayCompensation(Corrector):
     def __post_init__(self) -> None:
         if not isinstance(self.adaptive, bool):
             raise UserError(f"adaptive={self.adaptive!r}: use True or False")
-        number(self.lambda_, "lambda of the delay compensation", "use a number from 0 up", nonnegative)
+        number(self.lambda_, "lambda of the delay compensation", "use a finite number from 0 up", nonnegative)
 
     def active(self, context: StageContext) -> bool:
         return self.lambda_ != 0 and context.delay > 0

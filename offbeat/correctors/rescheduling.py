@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
-from offbeat.errors import UserError, number
+from offbeat.correctors.corrector import Corrector, StageContext
+from offbeat.errors import UserError, nonnegative, number
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Rescheduling(Corrector):
     def __post_init__(self) -> None:
         number(self.updates, "updates of rescheduling", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
         if self.power is not None:
-            number(self.power, "power of rescheduling", "use a number from 0 up", nonnegative)
-        number(self.above, "above of rescheduling", "use a number of updates from 0 up", nonnegative)
+            number(self.power, "power of rescheduling", "use a finite number from 0 up", nonnegative)
+        number(self.above, "above of rescheduling", "use a finite number of updates from 0 up", nonnegative)
         if self.above and self.power is None:
             raise UserError(f"above={self.above:g} of rescheduling without power: give both, as in t1:power=1:above=3")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
-from offbeat.errors import number
+from offbeat.correctors.corrector import Corrector, StageContext
+from offbeat.errors import nonnegative, number
 
 if TYPE_CHECKING:
     from offbeat.correctors.optimizer_rules import Need
@@ -36,8 +36,8 @@ class SpikeCompensation(Corrector):
 
     def __post_init__(self) -> None:
         if self.delay is not None:
-            number(self.delay, "delay of the spike compensation", "use a number from 0 up", nonnegative)
-        number(self.extra, "extra of the spike compensation", "use a number of updates from 0 up", nonnegative)
+            number(self.delay, "delay of the spike compensation", "use a finite number from 0 up", nonnegative)
+        number(self.extra, "extra of the spike compensation", "use a finite number of updates from 0 up", nonnegative)
 
     def _D(self, context: StageContext) -> float:  # noqa: N802
         return (context.delay if self.delay is None else self.delay) + self.extra

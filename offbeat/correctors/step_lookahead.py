@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
+from offbeat.correctors.corrector import Corrector, StageContext
 from offbeat.correctors.optimizer import changes_since, kept_tensors, values_before_step
 from offbeat.correctors.optimizer_rules import scaled
-from offbeat.errors import number
+from offbeat.errors import nonnegative, number
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class StepLookahead(Corrector):
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        number(self.fraction, "fraction of the look-ahead", "use a part of the delay from 0 up", nonnegative)
-        number(self.least, "least of the look-ahead", "use a number of updates from 0 up", nonnegative)
+        number(self.fraction, "fraction of the look-ahead", "use a finite part of the delay from 0 up", nonnegative)
+        number(self.least, "least of the look-ahead", "use a finite number of updates from 0 up", nonnegative)
         if self.k is not None:
-            number(self.k, "k of the look-ahead", "use a number of updates from 0 up", nonnegative)
+            number(self.k, "k of the look-ahead", "use a finite number of updates from 0 up", nonnegative)
 
     def _k(self, context: StageContext) -> float:
         if self.k is not None:

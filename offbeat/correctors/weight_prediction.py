@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from offbeat.correctors.corrector import Corrector, StageContext, Tensors, nonnegative
+from offbeat.correctors.corrector import Corrector, StageContext, Tensors
 from offbeat.correctors.optimizer import changes_since, extrapolate, kept_tensors, moved_along, values_before_step
-from offbeat.errors import number, unknown
+from offbeat.errors import nonnegative, number, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,15 @@ class WeightPrediction(Corrector):
 
     def __post_init__(self) -> None:
         if self.horizon is not None:
-            number(self.horizon, "horizon of the weight prediction", "use a number of updates from 0 up", nonnegative)
-        number(self.fraction, "fraction of the weight prediction", "use a part of the delay from 0 up", nonnegative)
+            number(
+                self.horizon,
+                "horizon of the weight prediction",
+                "use a finite number of updates from 0 up",
+                nonnegative,
+            )
+        number(
+            self.fraction, "fraction of the weight prediction", "use a finite part of the delay from 0 up", nonnegative
+        )
         if self.form not in ("velocity", "weight"):
             raise unknown("form", str(self.form), ("velocity", "weight"))
 

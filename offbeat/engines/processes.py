@@ -90,7 +90,7 @@ def seconds_of(given: Any, name: str) -> float:
     """
     try:
         seconds = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not seconds > 0:
         raise UserError(f"{name}={given!r}: use a number of seconds above 0, or math.inf for no limit")

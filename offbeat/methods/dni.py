@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.errors import number
+from offbeat.errors import nonnegative, number
 from offbeat.method import Head, Method
 from offbeat.methods import lags
 
@@ -63,7 +63,7 @@ def DNI(  # noqa: N802
     >>> [" ".join(map(str, iteration)) for iteration in DNI().program(1, 2, range(3))]
     ['F0 B0 U', 'F1 B1 U', 'F2 B2 U T0', 'T1', 'T2']
     """
-    number(lr, "lr", "use a learning rate of at least 0 for the synthesisers", lambda lr: 0 <= lr < float("inf"))
+    number(lr, "lr", "use a finite learning rate of at least 0 for the synthesisers", nonnegative)
 
     def head(shape: tuple[int, ...], classes: int) -> Any:
         from offbeat.heads import Synthesised

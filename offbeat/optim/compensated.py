@@ -12,7 +12,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from offbeat.errors import UserError, number
+from offbeat.errors import UserError, nonnegative, number
 from offbeat.optim.branches import branches
 from offbeat.optim.names import is_hidden_matrix
 
@@ -21,7 +21,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 IsHidden = Callable[[str | None, Tensor], bool]
 Check = Callable[[Any, str], None]  # (value, name) of an option: raises UserError for a value that is not allowed
 CPU = torch.device("cpu")
-AT_LEAST_0 = partial(number, allowed="use a number of at least 0", fits=lambda x: 0 <= x < float("inf"))
+AT_LEAST_0 = partial(number, allowed="use a finite number of at least 0", fits=nonnegative)
 
 
 def check_flag(value: Any, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -75,7 +77,9 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
 
 
 def check_clipping(clip_norm: float | None, clip_over: ClipOver, method: Method) -> None:
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+    if clip_norm is not None and not (
+        isinstance(clip_norm, Real) and clip_norm > 0 and not sys.float_info.max < clip_norm < math.inf
+    ):
         raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
     one_of(clip_over, ClipOver, "clip_over")
     if clip_over == "model" and clip_norm is None:

@@ -488,7 +488,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] <= sys.float_info.max:
-            raise UserError(f"{name}={values[name]}: use a number of at least 0")
+            raise UserError(f"{name}={values[name]}: use a finite number of at least 0")
     takes = OPTIMIZERS[values["optimizer"]].defaults
     for name in SETTINGS:
         if name in values and name not in takes:
@@ -509,10 +509,10 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         raise UserError(f"betas={tuple(betas)}: use two numbers of at least 0 and below 1")
     speeds = values.get("speeds", ())
     if any(not 0 < speed < float("inf") for speed in speeds):
-        raise UserError(f"speeds={tuple(speeds)}: use numbers above 0, one per stage")
+        raise UserError(f"speeds={tuple(speeds)}: use finite numbers above 0, one per stage")
     fractions = list(values.get("milestones", ()))
     if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
-        raise UserError(f"milestones={tuple(fractions)}: use increasing fractions of the epochs, above 0")
+        raise UserError(f"milestones={tuple(fractions)}: use finite, increasing fractions of the epochs, above 0")
 
 
 @cache

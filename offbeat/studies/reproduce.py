@@ -148,7 +148,7 @@ def check(request: ReproductionRequest) -> None:
     if not 0 <= request.first_seed <= MOST_RUNS:
         raise UserError(f"first_seed={request.first_seed}: use a whole number from 0 to {MOST_RUNS}")
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
-        raise UserError(f"minutes={request.minutes:g}: use a number above 0, or leave it out for no limit")
+        raise UserError(f"minutes={request.minutes:g}: use a finite number above 0, or leave it out for no limit")
     if launch.joined_group():
         raise UserError("reproduce under torchrun: it starts its own processes, run it without")
 

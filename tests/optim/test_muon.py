@@ -252,14 +252,14 @@ def test_a_function_chooses_the_hidden_matrices():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr=-1.0: use a number of at least 0"),
-        ({"adam_lr": -1.0}, "adam_lr=-1.0: use a number of at least 0"),
+        ({"lr": -1.0}, "lr=-1.0: use a finite number of at least 0"),
+        ({"adam_lr": -1.0}, "adam_lr=-1.0: use a finite number of at least 0"),
         ({"momentum": 1.0}, "momentum=1.0: use a number of at least 0 and below 1"),
         ({"betas": (0.9, 1.0)}, "betas=.* use two numbers"),
         ({"scale": "rsm"}, "unknown scale 'rsm': did you mean 'rms'"),
-        ({"lr": None}, "lr=None: use a number of at least 0"),
-        ({"weight_decay": "x"}, "weight_decay='x': use a number of at least 0"),
-        ({"lr": torch.ones(2)}, "lr=tensor.*: use a number of at least 0"),
+        ({"lr": None}, "lr=None: use a finite number of at least 0"),
+        ({"weight_decay": "x"}, "weight_decay='x': use a finite number of at least 0"),
+        ({"lr": torch.ones(2)}, "lr=tensor.*: use a finite number of at least 0"),
         ({"betas": 0.9}, "betas=0.9: use two numbers"),
         ({"betas": ("a", "b")}, "betas=.* use two numbers"),
         ({"nesterov": 2}, "nesterov=2: use True or False"),
@@ -294,7 +294,7 @@ def test_a_class_checks_its_own_options_and_those_of_all_but_not_those_of_anothe
     for name in HIDDEN:
         expected = parameters()[name].detach() - 0.1 * 0.5 * steps[0][name]
         torch.testing.assert_close(theta[name].detach(), expected, **CLOSE)
-    with pytest.raises(UserError, match="lr=-1: use a number"):  # the first of several
+    with pytest.raises(UserError, match="lr=-1: use a finite number"):  # the first of several
         Scaled(theta.items(), lr=-1, eps=-1, steps=0)
     for options, message in (({"steps": 1}, "steps=1: use a number above 1"), ({"lr": -1.0}, "lr=-1.0: use a number")):
         with pytest.raises(UserError, match=message):

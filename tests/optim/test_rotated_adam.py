@@ -323,7 +323,7 @@ def test_rounded_products_leave_bases_orthogonal():
     ("options", "message"),
     [
         ({"block": 0}, "block=0: use a whole number from 1 up"),
-        ({"eps": -1.0}, "eps=-1.0: use a number of at least 0"),
+        ({"eps": -1.0}, "eps=-1.0: use a finite number of at least 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

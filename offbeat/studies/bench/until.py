@@ -92,7 +92,7 @@ class UntilRequest(BenchRequest):
         if value is None:
             raise UserError("no target: give until_loss= or until_error=")
         if not (0 < value < math.inf):
-            raise UserError(f"until_{metric}={value:g}: use a number above 0")
+            raise UserError(f"until_{metric}={value:g}: use a finite number above 0")
         if metric == "error" and value >= 100:
             raise UserError(f"until_error={value:g}: use a percentage below 100")
         return Target(metric, value)
