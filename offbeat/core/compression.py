@@ -13,7 +13,8 @@ Gradients in int8 have error feedback: what rounding has left out of a message i
     e = g(t) + r,    send q(e),    r = e - q(e)
 
 so that the sum of the messages stays within half a scale of the sum of the gradients. The residual r is a state of the
-sending stage and part of its checkpoints. A batch of another shape starts without one.
+sending stage and part of its checkpoints. A batch of another shape starts without one, and so does a value whose sum
+with r would exceed the largest float.
 
 Encoding and decoding depend on values alone, so all engines agree bit for bit. Integers, targets, evaluation and
 reports are sent as they are. A shared weight is sent with the activations, and rounded as they are.
@@ -87,7 +88,8 @@ class Compression:
         wanted = gradient if gradient.dtype == torch.float64 else gradient.float()
         left = self.residuals.get(place)
         if left is not None and left.shape == wanted.shape:
-            wanted = wanted + left
+            both = wanted + left
+            wanted = torch.where(both.isfinite(), both, wanted)
         sent = encoded(wanted, "int8")
         sent["dtype"] = gradient.dtype
         rest = wanted - decoded(sent).to(wanted.dtype)  # also what its own type has rounded

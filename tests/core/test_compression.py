@@ -50,6 +50,21 @@ def test_feedback_does_not_exceed_the_largest_float(dtype):
         assert compression.residuals[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_residual_that_a_gradient_has_no_room_for_is_left_out(dtype):
+    """The sum was infinite, and the neighbour received NaN in the whole row."""
+    compression, largest = Compression("int8"), torch.finfo(dtype).max
+    small = torch.full((2, 64), 0.4 / LEVELS, dtype=torch.float64)
+    small[:, 0] = 1
+    compression.gradients([small.mul(largest).to(dtype)])
+    assert (compression.residuals[0][:, 1:] > 0).all()
+    for _ in range(3):
+        (code,) = compression.gradients([torch.full((2, 64), largest, dtype=dtype)])
+        found = decoded(unpack(pack(Message(0, code))).content)
+        assert (found == largest).all()
+        assert compression.residuals[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("steps", [1, 60, 63, 64, 190, 191, 255, 10**4])
 def test_rows_of_subnormal_numbers_are_wrong_by_at_most_half_their_scale(dtype, steps):
