@@ -296,7 +296,10 @@ def test_a_class_checks_its_own_options_and_those_of_all_but_not_those_of_anothe
         torch.testing.assert_close(theta[name].detach(), expected, **CLOSE)
     with pytest.raises(UserError, match="lr=-1: use a finite number"):  # the first of several
         Scaled(theta.items(), lr=-1, eps=-1, steps=0)
-    for options, message in (({"steps": 1}, "steps=1: use a number above 1"), ({"lr": -1.0}, "lr=-1.0: use a number")):
+    for options, message in (
+        ({"steps": 1}, "steps=1: use a number above 1"),
+        ({"lr": -1.0}, "lr=-1.0: use a finite number"),
+    ):
         with pytest.raises(UserError, match=message):
             Scaled(theta.items(), **options)
         with pytest.raises(UserError, match=message):
