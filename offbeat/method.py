@@ -123,6 +123,7 @@ class Method:
                 raise unknown(kind, str(value), get_args(allowed))
         self._check_declaration()
         for corrector in self.correctors:
+            corrector.check()
             self._check(corrector)
         self._check_warmup()
 

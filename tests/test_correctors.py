@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,6 +55,32 @@ def test_a_corrector_that_is_not_in_the_list_works_as_an_object():
         pipe.step(x, y)
     assert pipe.correctors == ["smaller:by=0.25"] * 3
     assert "corrector smaller:by=0.25" in str(pipe)
+
+
+@pytest.mark.parametrize("directly", [False, True], ids=["of a method", "of a declaration"])
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"changes": ("gradient",)}, "corrector mine changes the gradient, but Mine does not override gradients"),
+        ({"changes": ("forward weights",)}, "but Mine does not override forward_weights"),
+        ({"changes": ("rate", "backward weights")}, "but Mine does not override backward_weights"),
+        ({"changes": ("incoming gradient",)}, "but Mine does not override incoming"),
+        ({"changes": ("gradients",)}, "unknown change of corrector mine 'gradients': did you mean 'gradient'?"),
+        ({"changes": "gradient"}, "changes='gradient' of corrector mine: use a tuple of names, such as ('gradient',)"),
+        ({"changes": ()}, "changes=() of corrector mine"),
+        ({}, "corrector Mine has no changes: declare it"),
+        ({"name": None, "changes": ("rate",)}, "corrector Mine has no name: declare it"),
+    ],
+)
+def test_an_incomplete_corrector_is_refused_and_named(declared, message, directly):
+    """It ended in a bare NotImplementedError at the first update."""
+    mine = type("Mine", (Corrector,), {"name": "mine", **declared})
+    if mine.name is None:
+        del mine.name
+    with pytest.raises(offbeat.UserError) as error:
+        replace(offbeat.ADL(), correctors=(mine(),)) if directly else offbeat.ADL(corrector=mine())
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_correctors_in_a_recipe_are_text_and_must_be_in_the_list():

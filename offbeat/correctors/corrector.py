@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from offbeat.errors import UserError, unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -112,6 +114,27 @@ class Corrector:
     def after_step(self, context: StageContext, kept: Any) -> None:
         """Called after the optimizer's step, with what `before_step` returned."""
 
+    def check(self) -> None:
+        """Raise UserError where its class is incomplete."""
+        kind = type(self).__name__
+        for attribute in ("name", "changes"):
+            if not hasattr(self, attribute):
+                raise UserError(
+                    f"corrector {kind} has no {attribute}: declare it in the class, as in offbeat.correctors.Corrector"
+                )
+        if not isinstance(self.changes, tuple | list) or not self.changes:
+            raise UserError(
+                f"changes={self.changes!r} of corrector {self.name}: use a tuple of names, such as ('gradient',)"
+            )
+        for change in self.changes:
+            if change not in CHANGES:
+                raise unknown(f"change of corrector {self.name}", change, CHANGES)
+            method = REQUIRED.get(change)
+            if method and getattr(type(self), method) is getattr(Corrector, method):
+                raise UserError(
+                    f"corrector {self.name} changes the {change}, but {kind} does not override {method}: define it"
+                )
+
 
 # In the order in which before_step is called; after_step is called in the reverse order.
 CHANGES = (
@@ -123,3 +146,9 @@ CHANGES = (
     "rate",
     "step",
 )
+REQUIRED = {  # the method that a change needs, where the one of the base class does nothing
+    "forward weights": "forward_weights",
+    "backward weights": "backward_weights",
+    "incoming gradient": "incoming",
+    "gradient": "gradients",
+}

@@ -63,6 +63,7 @@ def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
     for corrector in found:
         if not isinstance(corrector, Corrector):
             raise UserError(f"corrector {corrector!r}: use an object such as offbeat.SpikeCompensation(), or a name")
+        corrector.check()
     for change in CHANGES:
         same = [corrector.name for corrector in found if change in corrector.changes]
         if len(same) > 1:
