@@ -158,7 +158,7 @@ def show_plan(request: PlanRequest) -> None:
         print(json.dumps({**plan.as_dict(), "recommendation": as_record(found, samples), **origin()}))
         return
     console = Console(highlight=False)
-    console.print(stage_table(plan))
+    print_stages(plan, console)
     console.print(method_table(plan))
     if found.measured:
         console.print(recommendation_table(found))
@@ -396,7 +396,14 @@ def timing_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def stage_table(plan: Plan) -> Table:
+def print_stages(plan: Plan, console: Console) -> None:
+    """Print a row per stage, without the names of units if the terminal would cut numbers."""
+    table = stage_table(plan)
+    fits = console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
+    console.print(table if fits else stage_table(plan, names=False))
+
+
+def stage_table(plan: Plan, *, names: bool = True) -> Table:
     replicas = f", replicas={plan.replicas}" if plan.replicas > 1 else ""
     bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
     repeats = "; r: inputs held, forwards repeated" if any(stage.recompute for stage in plan.stages) else ""
@@ -408,7 +415,8 @@ def stage_table(plan: Plan) -> Table:
     )
     table.add_column("k", no_wrap=True)
     table.add_column("units", no_wrap=True)
-    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=9)
+    if names:
+        table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=9)
     for column in ("params", "F ms", "B ms", "kB\nup", "in\nflight", "ver-\nsions", "MB", "LoS"):
         table.add_column(column, justify="right", no_wrap=True)
     for stage in plan.stages:
@@ -416,7 +424,7 @@ def stage_table(plan: Plan) -> Table:
         table.add_row(
             str(stage.k),
             f"{start}-{end}",
-            first,
+            *([first] * names),
             f"{stage.params:,}",
             f"{stage.forward_ms:.1f}",
             f"{stage.backward_ms:.1f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 from command import Command, Outcome, check_refused
 from fixed_times import few_laps, fix_times
+from rich.console import Console
 from selected import some
 
 from offbeat import Pipeline, models
@@ -23,7 +25,7 @@ from offbeat.partitioning.profile import profile as profile_of
 from offbeat.runs.build import cross_entropy
 from offbeat.runs.provenance import provenance
 from offbeat.studies import planning
-from offbeat.studies.plan import Calibration, Kept, message_work
+from offbeat.studies.plan import Calibration, Kept, Plan, StagePlan, message_work
 
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
@@ -235,7 +237,13 @@ def test_the_fewest_stages_recompute_so_that_a_memory_limit_is_kept(offbeat):
 def test_a_stage_recomputes_where_cuts_that_fit_without_it_are_slower(offbeat):
     """3.8 MB fit without recompute as well, by cuts with which the slowest stage has 1.4 times as much to compute."""
     network = ("--model", "resnet8", "--batch-size", 16, "--shape", "3,16,16", "--partition", "flops")
-    plan = planned(offbeat, *network, "-K", 3, "--method", "adl", "--memory-limit", 3.8)
+    file = Path("p.json")
+    planned(offbeat, *network, "-K", 2, "--profile", file)
+    measured = json.loads(file.read_text())
+    for unit in measured["units"]:  # of the times only their sums matter: a stage that recomputes takes 4/3 as long
+        unit["forward"], unit["backward"] = 0.001, 0.002
+    file.write_text(json.dumps(measured))
+    plan = planned(offbeat, *network, "-K", 3, "--method", "adl", "--memory-limit", 3.8, "--profile", file)
     assert [stage["recompute"] for stage in plan["stages"]] == [True, False, False]
     assert max(stage["memory_bytes"] for stage in plan["stages"]) <= 3.8e6
     (told,) = (line for line in plan["advice"] if "recompute=" in line)
@@ -244,7 +252,7 @@ def test_a_stage_recomputes_where_cuts_that_fit_without_it_are_slower(offbeat):
         r"that fit take ([0-9.]+) times as long per batch",
         told,
     )
-    assert 1.1 < float(slower[1]) < 2
+    assert slower[1] == "1.25"
 
 
 def test_memory_with_recompute_is_that_of_inputs_and_one_graph(offbeat, profile):
@@ -395,6 +403,40 @@ def test_the_text_has_both_tables_the_balance_and_advice(offbeat):
     for name in DECLARED:
         assert f" {name} " in said
     assert "- memory is largest at stage" in said
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_number_of_a_stage_is_cut_in_80_columns(width):
+    K = 256
+    stages = [
+        StagePlan(
+            k=k,
+            units=[24 * k - 24, 24 * k - 1, f"layer3.{k}.conv1", f"layer3.{k}.bn2"],
+            params=739_840,
+            forward_ms=112.3,
+            backward_ms=232.2,
+            update_ms=1.0,
+            boundary_bytes=2_097_152,
+            in_flight=2 * (K - k) + 1,
+            versions=2 * (K - k) + 1,
+            memory_bytes=12_345_000_000,
+            mean_staleness=2.0 * (K - k),
+            recompute=False,
+        )
+        for k in range(1, K + 1)
+    ]
+    figures = {"bp_ms": 1.0, "predicted_speedup": 1.0, "methods": {}, "advice": [], "notes": [], "cuts": []}
+    balance = {"balance": 0.9, "balance_rounds": [0.9, 0.9], "balance_bound": 1.0}
+    plan = Plan(model="resnet1202", method="adl", K=K, M=1, batch_size=32, stages=stages, **figures, **balance)
+    printed = io.StringIO()
+    planning.print_stages(plan, Console(file=printed, width=width))
+    said = printed.getvalue()
+    rows = [line.split() for line in said.partition("── \n")[2].splitlines()[:K]]
+    assert max(map(len, said.splitlines())) <= width
+    assert [(row[0], row[-1]) for row in rows] == [(str(stage.k), f"{stage.mean_staleness:.2f}") for stage in stages]
+    assert {row[-8] for row in rows} == {"739,840"}
+    assert {len(row) for row in rows} == {10 if width == 80 else 11}
+    assert not any("…" in word for row in rows for word in row[-8:])
 
 
 MLP = ("plan", "--model", "mlp", "--shape", "1,4,4", "-K", 3)  # without BatchNorm, which keeps micro-batches large
