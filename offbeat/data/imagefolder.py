@@ -157,6 +157,8 @@ def open_imagefolder(*, folder: Path, shape: tuple[int, int, int] = (3, 224, 224
         odd = min(set(classes) ^ set(test_classes))
         has, lacks = (train, test) if odd in classes else (test, train)
         raise UserError(f"class {odd!r} is in {has} but not in {lacks}: both need the same class folders")
+    if len(classes) == 1:
+        raise UserError(f"{train} has a single class folder, {classes[0]!r}: give one for each of at least 2 classes")
     return ImageFolder(
         shape=shape,
         class_names=classes,

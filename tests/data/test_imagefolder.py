@@ -191,6 +191,14 @@ def test_classes_that_differ_between_the_splits_are_refused(folder: Path) -> Non
     assert "class 'c' is in" in refusal(folder)
 
 
+def test_a_single_class_is_refused(folder: Path) -> None:
+    """Training had a loss of 0 from the first batch."""
+    for split in ("train", "val"):
+        for other in sorted((folder / split).iterdir())[1:]:
+            shutil.rmtree(other)
+    assert "train has a single class folder, 'a': give one for each of at least 2" in refusal(folder)
+
+
 def test_an_empty_class_and_one_without_images_are_refused(folder: Path) -> None:
     shutil.rmtree(folder / "train" / "b")
     (folder / "train" / "b").mkdir()
