@@ -127,6 +127,11 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
         (lambda: offbeat.make_recipe(lr=float("nan")), "lr=nan: use a finite number of at least 0"),
         (lambda: offbeat.make_recipe(K=-(10**400)), "K=-1000...0000 (401 digits): use an integer of at least 1"),
         (lambda: offbeat.make_recipe(speeds=[math.inf]), "use finite numbers above 0"),
+        (lambda: offbeat.Pipeline(**{**GIVEN["Pipeline"](), "K": 10**30}), "stages: use at most 10000"),
+        (
+            lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts=(cut for cut in [1])),
+            "give a list of numbers of units, or of names of modules",
+        ),
         (lambda: offbeat.ADL(M=10**400), "M=1000...0000 (401 digits): use an integer of at most"),
         (lambda: offbeat.DNI(lr=10**400), "lr=1000...0000 (401 digits): use a finite number"),
         (lambda: offbeat.PredSim(beta=math.nan), "beta=nan: use a finite number"),

@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 
 from offbeat import partitioning as cutting
+from offbeat.errors import UserError
+
+MOST_STAGES = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class ModelCut:
     ) -> ModelCut:
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         cutting.check_stages(model, K)
+        if K > MOST_STAGES:  # a model that is cut by its first batch
+            raise UserError(f"K={K} stages: use at most {MOST_STAGES}")
         blocks = by == "flops" and cutting.default_units(model, K, cuts) == "blocks"
         chosen: cutting.Units = units or ("blocks" if blocks else "layers")
         if cuts is not None and chosen == "blocks":
