@@ -26,6 +26,7 @@ K_SHOWN = 4  # stages, for the staleness and versions in the table
 SPEEDS = (4, 8)  # stages, for the ideal speed-ups
 DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3, 2, 1)  # of a timeline; the first number of batches that fits
 LONGEST_LINE = 118
+MOST_DRAWN = 1000  # stages of a timeline
 LEGEND = f"""locks: F forward, B backward, U update
 LoS, versions: mean staleness in updates, and versions of the weights, of stage 1 of {K_SHOWN}
   (of one stage for methods that do not cut the network, and give each worker a copy)
@@ -161,8 +162,8 @@ def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
         return [asdict(describe(each)) for each in METHODS]
     described = describe(name)
     stages = K if K is not None else max(K for K in range(1, DRAWN_K + 1) if possible(named(name), K))
-    if stages < 1:
-        raise UserError(f"K={stages}: use a whole number from 1 up")
+    if not 1 <= stages <= MOST_DRAWN:
+        raise UserError(f"K={stages}: use a whole number from 1 to {MOST_DRAWN}")
     return {**asdict(described), "text": module_text(METHODS[name]), "timeline": timeline_of(name, K=stages, M=M)}
 
 

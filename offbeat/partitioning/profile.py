@@ -85,7 +85,11 @@ class Profile:
         return None if same else "its units are not the model's, or were not timed"
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise UserError(f"profile {path} cannot be written ({reason}): give another file") from error
 
     @classmethod
     def load(cls, path: Path) -> Profile:

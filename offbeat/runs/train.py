@@ -260,7 +260,10 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
 
     if not (run / "config.json").exists():
         raise UserError(f"resume={str(run)!r} holds no config.json: give the folder of a run that was stopped")
-    before = load(run / "config.json")
+    try:
+        before = load(run / "config.json")
+    except UserError as error:
+        raise UserError(f"resume={str(run)!r} is not the folder of a run that can be resumed: {error}") from error
     check_types(given_values(chosen))
     if chosen.get("method") == AUTO:  # it was chosen when the run began
         chosen = {name: value for name, value in chosen.items() if name != "method"}

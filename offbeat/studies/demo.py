@@ -12,6 +12,7 @@ from rich.table import Table
 
 from offbeat.runs.launch import cores
 from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.record import check_free
 from offbeat.runs.train import Result, train
 
 STAGES = 2
@@ -39,6 +40,7 @@ def show(out: Path | None, epochs: int) -> None:
     """Run the three and print one table."""
     console, planned = Console(highlight=False), recipes(epochs)
     folder = out or _free(Path("runs/demo"))
+    check_free(folder)
     if note := busy():
         console.print(note, soft_wrap=True)
     results: dict[str, Result] = {}

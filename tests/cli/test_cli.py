@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -129,6 +130,49 @@ EMPTY_PATHS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", EMPTY_PATHS)
 def test_an_empty_path_is_not_the_current_folder(offbeat, name):
     check_refused(offbeat, EMPTY_PATHS[name], "'': give the name of a file or folder")
+
+
+def test_the_demo_writes_into_no_folder_of_another_run(offbeat, tmp_path):
+    assert offbeat("train", *SMALL, "--engine", "simulate", "--out", "run").code == 0
+    check_refused(offbeat, ("demo", "--out", "run"), "run already contains a run: give another folder as --out")
+
+
+def test_a_profile_that_cannot_be_written_is_refused(offbeat, tmp_path):
+    arguments = ("plan", "--model", "mlp", "--shape", "1,4,4", "-K", "2", "--profile", "/proc/profile.json")
+    check_refused(offbeat, arguments, "profile /proc/profile.json cannot be written", "give another file")
+
+
+def test_a_timeline_of_too_many_stages_is_refused(offbeat):
+    check_refused(offbeat, ("methods", "adl", "-K", "1001"), "-K 1001: use a whole number from 1 to 1000")
+
+
+@pytest.mark.parametrize("config", ['{"methods": "bp,adl"}', "{", "[]"])
+def test_a_folder_of_another_command_or_a_broken_one_is_not_resumed(offbeat, tmp_path, config):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(config)
+    check_refused(offbeat, ("train", "--resume", "other"), "--resume other is not the folder of a run that can be")
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_ctrl_c_before_the_imports_ends_in_at_most_one_line(monkeypatch, capsys, worker):
+    """It ended in a traceback, of each worker too."""
+    from offbeat import __main__
+    from offbeat.runs import launch
+
+    class Stop:
+        def find_spec(self, name, *_):
+            if name == "offbeat.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delenv(launch.ERRORS, raising=False)
+    if worker:
+        monkeypatch.setenv(launch.ERRORS, "errors")
+    monkeypatch.delitem(sys.modules, "offbeat.cli")
+    monkeypatch.setattr(sys, "meta_path", [Stop(), *sys.meta_path])
+    with pytest.raises(SystemExit) as exit:
+        __main__.main()
+    assert exit.value.code == 130
+    assert capsys.readouterr().err == ("" if worker else "offbeat: stopped by Ctrl-C\n")
 
 
 def test_the_current_folder_is_named_by_a_dot(offbeat, monkeypatch):
@@ -361,9 +405,9 @@ def test_the_defaults_for_image_folders_are_the_papers_for_imagenet():
 
 @pytest.mark.parametrize(("given", "cores", "decoding"), [(None, 3, 3), (None, 64, 8), (0, 64, 0), (20, 3, 20)])
 def test_images_are_decoded_on_all_cores_up_to_eight_by_default(monkeypatch, tmp_path, given, cores, decoding):
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "x.png").touch()
+    for folder in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x.png").touch()
     monkeypatch.setattr("offbeat.runs.build.cores", lambda: cores)
     recipe = make_recipe(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
     assert open_data(recipe).workers == decoding
