@@ -689,7 +689,7 @@ MISUSE = {
     "a seed below 0": (("cifar10-table", "--first-seed", -1), ("--first-seed -1: use a whole number from 0 to 1000",)),
     "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),
     "nobody beside": (("cifar10-table", "--side-by-side", 0), ("--side-by-side 0",)),
-    "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a number above 0",)),
+    "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a finite number above 0",)),
     "no epochs": (("cifar10-table", "--epochs", 0), ("--epochs 0",)),
     "another engine": (("cifar10-table", "--engine", "steam"), ("engine 'steam'",)),
     "processes by turns": (("small", "--engine", "processes", "--side-by-side", 2), ("--side-by-side 2", "simulate")),
