@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,10 +200,9 @@ def check_engine(engine: Engine, K: int, replicas: int = 1, *, mesh: object = No
 
 
 def path_of(path: str | Path) -> Path:
-    try:
-        return Path(path)
-    except TypeError:
-        raise UserError(f"path={path!r}: give a name, as text or a Path") from None
+    if path == "" or not isinstance(path, str | os.PathLike):
+        raise UserError(f"path={path!r}: give a name, as text or a Path")
+    return Path(path)
 
 
 @contextmanager
