@@ -306,7 +306,7 @@ def test_pages_list_runs_that_are_done_diverged_under_way_and_missing(offbeat, t
     assert "not asked for: 1 of less worth." in section
     assert "- resnet56-adl-k3-m2: a remark." in section
     assert "--only resnet56-bp-m2 --seeds 2 --out DIR`, commit 000000000000, torch" in section
-    assert "no result: the rate drops late" in section.replace("\n  ", " ")
+    assert "not a result: the learning rate drops late" in section.replace("\n  ", " ")
 
 
 def test_other_images_than_the_papers_have_a_name_and_stand_alone(offbeat, copied, monkeypatch, capsys):
