@@ -132,6 +132,12 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
             lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts=(cut for cut in [1])),
             "give a list of numbers of units, or of names of modules",
         ),
+        (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts={1}), "cuts={1}: give a list of numbers of units"),
+        (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts=[True]), "cuts=[True]: give a list of numbers of units"),
+        (
+            lambda: offbeat.Pipeline(**{**GIVEN["Pipeline"](), "model": torch.nn.Linear(2, 2, device="meta")}),
+            "weight is on the meta device, without values: call model.to_empty(device='cpu')",
+        ),
         (lambda: offbeat.Pipeline(**GIVEN["Pipeline"]()).load(""), "path='': give a name, as text or a Path"),
         (lambda: offbeat.ADL(M=10**400), "M=1000...0000 (401 digits): use an integer of at most"),
         (lambda: offbeat.DNI(lr=10**400), "lr=1000...0000 (401 digits): use a finite number"),

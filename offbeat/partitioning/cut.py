@@ -96,7 +96,7 @@ def check_blocks(model: nn.Module, K: int) -> None:
     count = len(units(model))
     if K > 1 and not is_sequence(model):
         raise UserError(
-            f"K={K} stages but the model is no plain nn.Sequential (without a forward, parameters or hooks of its "
+            f"K={K} stages but the model is not a plain nn.Sequential (without a forward, parameters or hooks of its "
             f"own): give one, or a list of {K} stages"
         )
     if count < K:

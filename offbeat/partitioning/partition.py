@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -125,8 +125,8 @@ def check_cutting(*, cuts: Any, units: Units | None, by: By, trace: Trace, tied:
     ):
         if value not in get_args(allowed) and (name, value) != ("units", None):
             raise unknown(name, value, get_args(allowed))
-    listed = isinstance(cuts, Collection) and not isinstance(cuts, str | Mapping)
-    if cuts is not None and (not listed or not all(isinstance(cut, Integral | str) for cut in cuts)):
+    listed = isinstance(cuts, Collection) and not isinstance(cuts, str | Mapping | Set)
+    if cuts is not None and not (listed and all(isinstance(cut, Integral | str) and cut is not True for cut in cuts)):
         raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
 
 

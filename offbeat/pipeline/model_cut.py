@@ -43,6 +43,7 @@ class ModelCut:
     ) -> ModelCut:
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         cutting.check_stages(model, K)
+        _check_values(model)
         if K > MOST_STAGES:  # a model that is cut by its first batch
             raise UserError(f"K={K} stages: use at most {MOST_STAGES}")
         blocks = by == "flops" and cutting.default_units(model, K, cuts) == "blocks"
@@ -71,3 +72,13 @@ class ModelCut:
             trace=trace or self.trace,
             tied=self.tied,
         )
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse a model with a parameter or buffer that has no values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} is on the meta device, without values: call model.to_empty(device='cpu') and initialize it "
+                "or load its weights first"
+            )
