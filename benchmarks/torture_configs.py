@@ -59,6 +59,7 @@ METHODS: dict[str, tuple[int, str, str, tuple[str, ...], tuple[str, ...]]] = {
     "pb": (1, "hybrid", "above", ("lwp", "sc"), ("weights", "recompute", "corrector")),
     "nag-async": (1, "stash", "above", ("nag",), ("recompute", "corrector")),
 }
+BATCH, DIGITS, SYNTHETIC = 32, 1437, 2048  # default samples of a batch; samples of an epoch
 # what each corrector sets, the weights that it works with, and whether a number behind a colon is right
 CORRECTORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Any]] = {
     "lwp": (("forward weights",), ("stash", "hybrid", "replay"), lambda number: True),
@@ -248,6 +249,8 @@ def repair(made: Configuration, draw: random.Random) -> None:
         given.pop("--samples", None)
         if given.get("--shape") not in (None, "1,16,16", "1x8x8", "1,8,24"):
             given["--shape"] = "1,16,16"
+    if int(given.get("--batch-size", BATCH)) > _samples(given):
+        given["--batch-size"] = "1"
     if given["--method"] in ("asgd", "dc-asgd"):
         given["-K"] = "1"
     K = int(given["-K"])
@@ -375,11 +378,18 @@ def together(given: dict[str, str]) -> tuple[str, str]:
 def _data(model: str, data: str, given: dict[str, str]) -> tuple[str, str] | None:
     if data == "digits" and ("--classes" in given or "--samples" in given):
         return INVALID, "digits have their own classes and samples"
+    if int(given.get("--batch-size", BATCH)) > _samples(given):
+        return INVALID, "batches of more samples than an epoch has"
     default = "1,8,8" if data == "digits" else "3,32,32"
     C, H, W = (int(part) for part in re.split("[,x]", given.get("--shape", default)))
     if data == "digits" and (C != 1 or H % 8 or W % 8):
         return INVALID, "a shape that digits cannot have"
     return (INVALID, "images too small for the network") if min(H, W) < SMALLEST[model] else None
+
+
+def _samples(given: dict[str, str]) -> int:
+    """Of an epoch."""
+    return DIGITS if given["--data"] == "digits" else int(given.get("--samples", SYNTHETIC))
 
 
 def _cutting(model: str, K: int, given: dict[str, str]) -> tuple[str, str] | None:

@@ -81,7 +81,7 @@ def interrupt(out: Path, K: int) -> tuple[Ended, dict[str, set[str]]]:
 
 def diverge(out: Path) -> Ended:
     arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", 2, "--lr", "1e38", "--warmup", "0", "--json")
-    run = Run(out, *arguments)
+    run = Run(out, *arguments, "--cuts", "1")
     wait_for(lambda: run.process.poll() is not None, START)
     return run.end()
 

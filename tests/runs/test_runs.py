@@ -228,6 +228,7 @@ def test_torchrun_writes_the_same_run_folder_as_the_command(commands, simulated,
     assert model_bytes(folder / "torchrun") == model_bytes(simulated)
     assert recipe_of(folder / "torchrun") == recipe_of(folder / "processes")
     assert {path.name.split(".")[0] for path in (folder / "torchrun").iterdir()} == {
+        "checkpoints",
         "config",
         "metrics",
         "events",
