@@ -112,6 +112,8 @@ EMPTY_PATHS: dict[str, tuple[str, ...]] = {
     "train with =": ("train", *SMALL, "--out="),
     "train, resumed": ("train", "--resume", ""),
     "train, config": ("train", *SMALL, "--config", ""),
+    "train, data": ("train", *SMALL, "--data-dir", ""),
+    "train, tokenizer": ("train", *SMALL, "--tokenizer="),
     "compare": ("compare", *SMALL, "--methods", "bp,adl", "--out", ""),
     "reproduce": ("reproduce", "cifar10-table", "--out", ""),
     "reproduce, data": ("reproduce", "cifar10-table", "--data", ""),
