@@ -13,7 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 from offbeat.cli.wording import errors_in_options
 from offbeat.errors import UserError
 
-
 TEXTS_OF_PATHS = ("data_dir", "tokenizer")  # parameters that are declared as text
 
 
