@@ -343,15 +343,15 @@ def _is_fair(record: Record) -> bool:
 
 
 def language_rows(found: Records) -> list[Cells]:
-    """Of what is recommended for the larger language model, the rows with the recommended optimizer at the shortest and
-    the longest delay, and the one with the largest difference to BP."""
+    """Of what is recommended for the larger language model, the row with the recommended optimizer at the shortest
+    delay and the one with the largest difference to BP."""
     lines = []
     for table in (one for one in language_tables(found) if one.slug == AIM_TABLE):
         differences = {row: table.to_best_bp(row) for row in table.recommended(AIM_STAGES)}
         known = {row: value for row, value in differences.items() if value is not None}
         chosen = [row for row in known if row.optimizer == best_optimizer(table)]
-        chosen.sort(key=lambda row: row.staleness)
-        for row in dict.fromkeys([*chosen[:1], *chosen[-1:], *sorted(known, key=known.__getitem__)[-1:]]):
+        shortest = sorted(chosen, key=lambda row: row.staleness)[:1]
+        for row in dict.fromkeys([*shortest, *sorted(known, key=known.__getitem__)[-1:]]):
             bp = table.best_bp(row.K, row.optimizer)
             lines.append(
                 [

@@ -58,5 +58,5 @@ def test_the_cut_of_resnet56_balances_flops():
 
 
 def test_a_model_that_is_no_sequence_cannot_be_cut():
-    with pytest.raises(UserError, match=r"no plain nn\.Sequential"):
+    with pytest.raises(UserError, match=r"not a plain nn\.Sequential"):
         cut(nn.Linear(2, 2), 2)

@@ -57,7 +57,7 @@ def test_a_sequence_with_a_mind_of_its_own_is_not_taken_for_a_plain_one():
     hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
     x, y = vectors(1)[0]
     for model in (Residual(*linears(6, 6, 6)), Scaled(*linears(6, 6, 6)), hooked):
-        with pytest.raises(offbeat.UserError, match=r"no plain nn\.Sequential"):
+        with pytest.raises(offbeat.UserError, match=r"not a plain nn\.Sequential"):
             make(model, K=2, cuts=[1], units="blocks")
         expected = CROSS_ENTROPY(model(x), y).detach()
         assert torch.equal(make(copy.deepcopy(model), K=1).step(x, y), expected)
