@@ -124,6 +124,7 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
         ),
         (lambda: offbeat.make_recipe(method=offbeat.ADL(M=2)), "method is a Method: give its name and settings"),
         (lambda: offbeat.make_recipe(warmup=10**400), "warmup=1000...0000 (401 digits): use a finite number of at"),
+        (lambda: offbeat.make_recipe(data_dir=""), "data_dir='': give the name of a file or folder, or leave it out"),
         (lambda: offbeat.make_recipe(lr=float("nan")), "lr=nan: use a finite number of at least 0"),
         (lambda: offbeat.make_recipe(K=-(10**400)), "K=-1000...0000 (401 digits): use an integer of at least 1"),
         (lambda: offbeat.make_recipe(speeds=[math.inf]), "use finite numbers above 0"),
@@ -133,7 +134,10 @@ def test_a_recipe_takes_no_value_of_another_type(name, value):
             "give a list of numbers of units, or of names of modules",
         ),
         (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts={1}), "cuts={1}: give a list of numbers of units"),
-        (lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts=[True]), "cuts=[True]: give a list of numbers of units"),
+        (
+            lambda: offbeat.Pipeline(**GIVEN["Pipeline"](), cuts=[False]),
+            "cuts=[False]: give a list of numbers of units",
+        ),
         (
             lambda: offbeat.Pipeline(**{**GIVEN["Pipeline"](), "model": torch.nn.Linear(2, 2, device="meta")}),
             "weight is on the meta device, without values: call model.to_empty(device='cpu')",

@@ -13,8 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 from offbeat.cli.wording import errors_in_options
 from offbeat.errors import UserError
 
-TEXTS_OF_PATHS = ("data_dir", "tokenizer")  # parameters that are declared as text
-
 
 class _OwnErrors:
     """A command, or commands that share a name, whose errors name options; an empty path is one of them."""
@@ -42,8 +40,6 @@ def refuse_empty_paths(ctx: Any, given: Sequence[str]) -> None:
     """Raise UserError for an empty text as a path, such as of a variable that is not set: it would be this folder."""
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name)
-        if parameter.name in TEXTS_OF_PATHS and value == "":
-            value = Path()
         if Path() not in (value if isinstance(value, list) else [value]):
             continue
         if parameter.param_type_name == "argument":

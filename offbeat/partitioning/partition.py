@@ -126,7 +126,8 @@ def check_cutting(*, cuts: Any, units: Units | None, by: By, trace: Trace, tied:
         if value not in get_args(allowed) and (name, value) != ("units", None):
             raise unknown(name, value, get_args(allowed))
     listed = isinstance(cuts, Collection) and not isinstance(cuts, str | Mapping | Set)
-    if cuts is not None and not (listed and all(isinstance(cut, Integral | str) and cut is not True for cut in cuts)):
+    right = listed and all(isinstance(cut, Integral | str) and not isinstance(cut, bool) for cut in cuts)
+    if cuts is not None and not right:
         raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
 
 

@@ -79,7 +79,7 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
 
 def check_clipping(clip_norm: float | None, clip_over: ClipOver, method: Method) -> None:
     if clip_norm is not None and not (
-        isinstance(clip_norm, Real) and clip_norm > 0 and not sys.float_info.max < clip_norm < math.inf
+        isinstance(clip_norm, Real) and (0 < clip_norm <= sys.float_info.max or clip_norm == math.inf)
     ):
         raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
     one_of(clip_over, ClipOver, "clip_over")

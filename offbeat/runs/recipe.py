@@ -458,6 +458,9 @@ def _check(values: Mapping[str, Any]) -> None:
     for name, allowed in {"engine": ENGINES, **_choices()}.items():
         if name in values and values[name] not in allowed:
             raise unknown(name, str(values[name]), allowed)
+    for name in ("data_dir", "tokenizer"):
+        if values.get(name) == "":
+            raise UserError(f"{name}='': give the name of a file or folder, or leave it out")
     _check_integers(values)
     _check_numbers(values)
     on_gpu = values.get("device") == "cuda"
