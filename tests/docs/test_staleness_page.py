@@ -216,6 +216,19 @@ def test_rows_with_a_synchronous_start_have_columns_and_count_as_recommended(sit
     assert met + missed == f"K=12 {difference}"
 
 
+def test_a_synchronous_start_is_not_recommended_up_to_half_an_update_late(site):
+    """Method `auto` has none at up to half an update."""
+    losses = {BP: 2.0, M16: 3.0, M4: 2.5, M1: 3.0, PLAIN: 3.0, WARM: 2.25}
+    set_losses(site, **{name.replace("-", "_"): [3.0, 3.0, value] for name, value in losses.items()})
+    content = json.loads(record(site).read_text())
+    for name, run in content["runs"].items():
+        if name.startswith(M4):
+            run["staleness"][0] = 0.5
+    record(site).write_text(json.dumps(content))
+    ((_, _, met, missed, _),) = cells(page(site), "up to 1 update late")
+    assert (met, "AdamW M=4 +0.500" in missed, "+0.250" in missed) == ("", True, False)
+
+
 def test_updates_and_minutes_to_a_loss_are_read_from_the_curves(site):
     curves = {
         BP: [3.0, 2.2, 2.0],
